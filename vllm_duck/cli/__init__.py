@@ -1,0 +1,5 @@
+"""The `vllm-duck` command."""
+
+
+def main() -> int:
+    raise SystemExit("vllm-duck: no command yet")

@@ -1,0 +1,1 @@
+"""Ducks: wire, shards, kernel, client and server. Neither torch nor vLLM here."""

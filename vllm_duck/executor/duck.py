@@ -1,0 +1,148 @@
+"""What a duck is to the rest of the package: four records and two protocols.
+
+Everything here is numpy: a duck machine has neither torch nor vLLM. A bf16 tensor
+is a `uint16` array that holds its bits.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_duck.errors import DuckShapeError
+
+PROTOCOL_VERSION = 1
+
+BF16 = np.dtype(np.uint16)
+F32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of every MoE layer that one duck owns: half-open ranges."""
+
+    column_lo: int
+    column_hi: int
+    expert_lo: int
+    expert_hi: int
+
+    @property
+    def num_columns(self) -> int:
+        return self.column_hi - self.column_lo
+
+    @property
+    def num_experts(self) -> int:
+        return self.expert_hi - self.expert_lo
+
+    def __str__(self) -> str:
+        return (
+            f"columns [{self.column_lo}, {self.column_hi}) "
+            f"x experts [{self.expert_lo}, {self.expert_hi})"
+        )
+
+
+@dataclass(frozen=True)
+class DuckInfo:
+    """What a duck says of itself when it is asked to Describe."""
+
+    protocol_version: int
+    model_fingerprint: str
+    layer_ids: tuple[int, ...]
+    shard: Shard
+    # The whole model's sizes, so that the host can check that all shards tile them.
+    hidden_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    # "e4m3-block128" or "bf16".
+    weight_format: str
+    # The instruction set the kernel chose: "avx512_bf16", "avx512", "avx2", "portable".
+    isa: str
+    num_threads: int
+    weight_bytes: int
+    resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoeRequest:
+    """One lane of tokens for one MoE layer, as every duck gets it.
+
+    Shapes: T tokens, H hidden size, K experts per token.
+        hidden        [T, H]  bf16 bits (uint16), C-contiguous
+        topk_ids      [T, K]  int32, global expert ids
+        topk_weights  [T, K]  float32
+    Raises:
+        DuckShapeError: a dtype, a rank or T disagrees.
+    """
+
+    layer_idx: int
+    hidden: npt.NDArray[np.uint16]
+    topk_ids: npt.NDArray[np.int32]
+    topk_weights: npt.NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        _check_array("hidden", self.hidden, BF16)
+        _check_array("topk_ids", self.topk_ids, np.dtype(np.int32))
+        _check_array("topk_weights", self.topk_weights, F32)
+        num_tokens, _ = self.hidden.shape
+        if self.topk_ids.shape != self.topk_weights.shape:
+            raise DuckShapeError(
+                f"topk_ids and topk_weights must have one shape, got "
+                f"{self.topk_ids.shape} and {self.topk_weights.shape}"
+            )
+        if self.topk_ids.shape[0] != num_tokens:
+            raise DuckShapeError(
+                f"topk_ids must have a row for each of the {num_tokens} hidden rows, "
+                f"got {self.topk_ids.shape[0]}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MoeReply:
+    """A duck's partial sum for one MoeRequest.
+
+    partial  [T, H]  bf16 bits (uint16) or float32, as the client asked
+    Times are whole microseconds on the duck: waiting for the kernel, and in it.
+    """
+
+    partial: npt.NDArray[np.uint16] | npt.NDArray[np.float32]
+    queue_us: int
+    compute_us: int
+
+
+class PendingReply(Protocol):
+    """A call in flight."""
+
+    def result(self) -> MoeReply:
+        """Wait for the reply.
+
+        Raises:
+            DuckTransportError: the duck went away, is late, or refused the call.
+        """
+        ...
+
+
+class Duck(Protocol):
+    """One remote (or in-process) executor of one shard."""
+
+    @property
+    def name(self) -> str:
+        """The endpoint, as logs and errors name this duck."""
+        ...
+
+    def describe(self) -> DuckInfo: ...
+
+    def start(self, request: MoeRequest) -> PendingReply:
+        """Send a request and return at once; several may be in flight."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def _check_array(name: str, array: np.ndarray, dtype: np.dtype) -> None:
+    if array.dtype != dtype or array.ndim != 2:
+        raise DuckShapeError(
+            f"{name} must be a 2-d array of {dtype}, got {array.ndim}-d {array.dtype}"
+        )
+    if not array.flags.c_contiguous:
+        raise DuckShapeError(f"{name} must be C-contiguous")

@@ -1,0 +1,1 @@
+"""The DeepSeek-V3.2 modules that run on the host."""

@@ -1,0 +1,1 @@
+"""The duck_mtp1 proposer and the lanes."""
