@@ -1,13 +1,13 @@
 """The one error tree of vllm_duck.
 
     DuckError
-    ├── DuckConfigError(ValueError)      a setting, or a combination of settings, is wrong
-    ├── DuckCheckpointError(ValueError)  a checkpoint or shard file is not what it must be
-    ├── DuckShapeError(ValueError)       a tensor or message has the wrong shape, dtype or range
-    └── DuckTransportError               a duck could not be reached or did not answer well
+    ├── DuckConfigError(ValueError)      a setting, or a combination of them
+    ├── DuckCheckpointError(ValueError)  a checkpoint or shard file
+    ├── DuckShapeError(ValueError)       a tensor's or message's shape, dtype, range
+    └── DuckTransportError               a duck could not be reached or asked
         ├── DuckUnavailable              no connection, or the duck went away
         ├── DuckTimeout                  the deadline passed
-        └── DuckProtocolError            the peer answered, but not as a duck of this protocol
+        └── DuckProtocolError            the peer is no duck of this protocol
 
 Messages say what was expected, what was got, and the knob to turn.
 """

@@ -1,5 +1,178 @@
-"""Every place where vllm_duck touches vLLM."""
+"""Every place where vllm_duck touches vLLM, and the vLLM version it was written for.
+
+Two functions of vLLM are wrapped; all else goes through its public seams (entry
+point, `worker_cls`, `load_format`, `model_class_overrides`, `additional_config`).
+With duck off, both wrappers hand over to vLLM's own function and change nothing.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_duck.errors import DuckError
+
+VLLM_VERSION = "0.32.0"
+_TAG = "_duck_original"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One wrapped function: `owner()` gives the class, `make` wraps what it finds."""
+
+    target: str
+    parameters: tuple[str, ...]
+    why: str
+    remove_when: str
+    owner: Callable[[], type]
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    @property
+    def attribute(self) -> str:
+        return self.target.rsplit(".", 1)[1]
 
 
 def install_hooks() -> None:
-    """Install nothing yet."""
+    """Check every target, then wrap them all; a second call does nothing.
+
+    Raises:
+        DuckError: vLLM is of another version, or a target has moved.
+    """
+    import vllm
+
+    if not vllm.__version__.startswith(VLLM_VERSION):
+        raise DuckError(
+            f"vllm_duck needs vLLM {VLLM_VERSION}, got {vllm.__version__}; install "
+            f"vllm_duck[cpu] or vllm_duck[cuda], or see vllm_duck/hooks.py"
+        )
+    found = [(hook, _find(hook)) for hook in HOOKS]
+    for hook, original in found:
+        function = getattr(original, "__func__", original)
+        if hasattr(function, _TAG):
+            continue
+        wrapper = functools.wraps(function)(hook.make(function))
+        setattr(wrapper, _TAG, function)
+        is_classmethod = isinstance(original, classmethod)
+        setattr(
+            hook.owner(),
+            hook.attribute,
+            classmethod(wrapper) if is_classmethod else wrapper,
+        )
+    _register_loader()
+
+
+def _find(hook: Hook) -> Any:
+    original = inspect.getattr_static(hook.owner(), hook.attribute, None)
+    function = getattr(original, "__func__", original)
+    function = getattr(function, _TAG, function)
+    parameters = (
+        tuple(inspect.signature(function).parameters) if callable(function) else None
+    )
+    if parameters != hook.parameters:
+        raise DuckError(
+            f"{hook.target} must take {hook.parameters} in vLLM {VLLM_VERSION}, got "
+            f"{parameters}; vllm_duck/hooks.py must be brought up to this vLLM"
+        )
+    return original
+
+
+def _engine_args() -> type:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs
+
+
+def _platform() -> type:
+    from vllm.platforms import current_platform
+
+    return type(current_platform)
+
+
+def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_engine_config(
+        self: Any, usage_context: Any = None, headless: bool = False
+    ) -> Any:
+        from vllm_duck import setup_engine
+
+        config = setup_engine.duck_config(self, os.environ)
+        if config is None:
+            _restore_stock(os.environ)
+            return original(self, usage_context, headless)
+        setup_engine.apply(config, self, os.environ)
+        vllm_config = original(self, usage_context, headless)
+        setup_engine.check(vllm_config)
+        return vllm_config
+
+    return create_engine_config
+
+
+def _keep_chunks_and_prefixes(original: Callable[..., Any]) -> Callable[..., Any]:
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        kept = (
+            scheduler.enable_chunked_prefill,
+            scheduler.max_num_batched_tokens,
+            cache.enable_prefix_caching,
+        )
+        original(cls, vllm_config)
+        if "duck" in (vllm_config.additional_config or {}):
+            (
+                scheduler.enable_chunked_prefill,
+                scheduler.max_num_batched_tokens,
+                cache.enable_prefix_caching,
+            ) = kept
+
+    return check_and_update_config
+
+
+def _restore_stock(environ: MutableMapping[str, str]) -> None:
+    """Undo what an earlier engine with ducks set in this very process."""
+    from vllm.config import model as config_model
+    from vllm.model_executor.models import registry
+
+    from vllm_duck.setup_engine import ARCHITECTURE, MODEL_CLASS, RUNNER_VARIABLE
+
+    override = (ARCHITECTURE, MODEL_CLASS)
+    if override not in config_model._REGISTERED_MODEL_CLASS_OVERRIDES:
+        return
+    config_model._REGISTERED_MODEL_CLASS_OVERRIDES.discard(override)
+    module, name = registry._VLLM_MODELS[ARCHITECTURE]
+    registry.ModelRegistry.register_model(
+        ARCHITECTURE, f"{registry._resolve_module_name(module)}:{name}"
+    )
+    environ.pop(RUNNER_VARIABLE, None)
+
+
+def _register_loader() -> None:
+    from vllm.model_executor import model_loader
+
+    from vllm_duck.setup_engine import LOAD_FORMAT
+
+    if LOAD_FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+        from vllm_duck.models.loader import DuckModelLoader
+
+        model_loader.register_model_loader(LOAD_FORMAT)(DuckModelLoader)
+
+
+HOOKS = (
+    Hook(
+        target="vllm.engine.arg_utils.EngineArgs.create_engine_config",
+        parameters=("self", "usage_context", "headless"),
+        why="the one path of LLM, AsyncLLM and `vllm serve` to a VllmConfig: duck "
+        "sets its worker, model and loader there, and refuses what it cannot do",
+        remove_when="vLLM lets a plugin edit EngineArgs before they are used",
+        owner=_engine_args,
+        make=_configure_duck,
+    ),
+    Hook(
+        target="vllm.platforms.current_platform.check_and_update_config",
+        parameters=("cls", "vllm_config"),
+        why="vLLM turns chunked prefill and prefix caching off for MLA on a CPU "
+        "without AMX, since its own kernel lacks them; duck's attention has both",
+        remove_when="the platform asks the attention backend what it supports",
+        owner=_platform,
+        make=_keep_chunks_and_prefixes,
+    ),
+)

@@ -1,0 +1,42 @@
+# make demo    the main job: vLLM with local ducks and the bundled model
+# make test    the tests
+# make check   formatting, lint, types
+# make bench   every benchmark, ours beside its peers, as a table
+# make proto   regenerate the wire code from protos/
+# The first of them makes .venv (a few minutes); later ones start at once.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+BENCH_FLAGS ?= --quick
+
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test check bench proto venv clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks $(BENCH_FLAGS)
+
+proto: $(READY)
+	BIN=$(BIN) scripts/make_proto.sh
+
+venv: $(READY)
+
+$(READY): setup.py scripts/setup_venv.sh $(wildcard vllm_duck/executor/csrc/*)
+	PYTHON=$(PYTHON) scripts/setup_venv.sh $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info vllm_duck/executor/*.so

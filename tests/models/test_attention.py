@@ -1,0 +1,203 @@
+"""Our paged sparse attention against transformers' DeepseekV32Attention in fp32."""
+
+import pytest
+import torch
+from transformers import DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
+    DeepseekV32Attention,
+    DeepseekV32RotaryEmbedding,
+)
+
+from tests.models.conftest import BLOCK_SIZE, PagedWorld
+from vllm_duck.models.attention import SparseAttention
+from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.models.rope import Rope
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+TOPK = 16
+
+
+def make_config(rope=None, **changes):
+    settings = dict(
+        vocab_size=256,
+        hidden_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=64,
+        kv_lora_rank=128,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+        head_dim=32,
+        index_n_heads=4,
+        index_head_dim=128,
+        index_topk=TOPK,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=512,
+        hidden_act="silu",
+        rope_parameters=dict(rope or YARN),
+    )
+    config = DeepseekV32Config(**{**settings, **changes})
+    config._attn_implementation = "eager"
+    return config
+
+
+def make_pair(config, kv_dtype="bf16", seed=0):
+    """transformers' module in fp32 with bf16-valued weights, and ours."""
+    torch.manual_seed(seed)
+    oracle = DeepseekV32Attention(config, 0).eval()
+    for name, parameter in oracle.named_parameters():
+        scale = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        noise = torch.randn_like(parameter) * (0.1 if scale else 0.3)
+        if parameter.dim() == 2:
+            noise = torch.randn_like(parameter) * 1.5 * parameter.shape[1] ** -0.5
+        parameter.data = (scale + noise).bfloat16().float()
+    world = PagedWorld()
+    with world.building():
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            ours = SparseAttention(
+                Dimensions.from_hf_config(config), kv_dtype, "model.layers.0"
+            )
+        finally:
+            torch.set_default_dtype(torch.float32)
+    weights = dict(oracle.named_parameters())
+    for name, view in ours.checkpoint_views("attn"):
+        view.copy_(weights[name.removeprefix("attn.")])
+    ours.finish_loading()
+    world.allocate()
+    return oracle, ours, world
+
+
+def oracle_forward(oracle, config, hidden):
+    """hidden [T, H] of one sequence, no cache."""
+    num_tokens = hidden.shape[0]
+    positions = torch.arange(num_tokens)[None]
+    mask = torch.full((num_tokens, num_tokens), float("-inf")).triu(1)[None, None]
+    rope = DeepseekV32RotaryEmbedding(config)
+    with torch.inference_mode():
+        out, _ = oracle(hidden[None].float(), rope(hidden.float(), positions), mask)
+    return out[0]
+
+
+def run_ours(ours, world, config, sequences, chunks):
+    """Feed the sequences in steps; chunks[step][request] = new tokens."""
+    dims = ours.dims
+    rope = Rope(dims.rope, dims.qk_rope_head_dim)
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randperm(world.num_blocks, generator=generator)
+    per_request = -(-max(map(len, sequences)) // BLOCK_SIZE)
+    table = blocks[: per_request * len(sequences)].view(len(sequences), per_request)
+    done = [0] * len(sequences)
+    outputs = [[] for _ in sequences]
+    for step in chunks:
+        active = [r for r, new in enumerate(step) if new]
+        new = [step[r] for r in active]
+        pieces = [sequences[r][done[r] : done[r] + step[r]] for r in active]
+        positions = torch.cat(
+            [torch.arange(done[r], done[r] + step[r]) for r in active]
+        )
+        for r in active:
+            done[r] += step[r]
+        with (
+            world.step(new, [done[r] for r in active], table[active]),
+            torch.inference_mode(),
+        ):
+            out = ours(torch.cat(pieces), rope.rotations(positions))
+        for r, piece in zip(active, out.split(new), strict=True):
+            outputs[r].append(piece)
+    return [torch.cat(parts) for parts in outputs]
+
+
+def row_errors(got, expected):
+    return (got.float() - expected).norm(dim=1) / expected.norm(dim=1)
+
+
+def assert_rows_close(got, expected, typical, share_of_outliers=0.1):
+    """bf16 rounding moves every row a little, and a near-tie in the selection moves
+    a few rows a lot: one of 16 keys is another. A wrong selection moves most rows."""
+    errors = row_errors(got, expected)
+    assert errors.median() < typical
+    assert (errors > 5 * typical).float().mean() <= share_of_outliers
+
+
+@pytest.mark.parametrize("rope", [YARN, PLAIN], ids=["yarn", "plain"])
+@pytest.mark.parametrize("num_tokens", [TOPK // 2, 8 * TOPK, 20 * TOPK])
+def test_attention_matches_transformers(rope, num_tokens):
+    config = make_config(rope)
+    oracle, ours, world = make_pair(config)
+    hidden = torch.randn(num_tokens, config.hidden_size).bfloat16()
+    expected = oracle_forward(oracle, config, hidden)
+    (got,) = run_ours(ours, world, config, [hidden], [[num_tokens]])
+    assert_rows_close(got, expected, typical=0.015)
+
+
+def test_a_wrong_selection_shows():
+    config = make_config()
+    oracle, ours, world = make_pair(config)
+    # The half-split rotation that the indexer must not get: undo the permutation.
+    for name, view in ours.down.checkpoint_views(""):
+        if name == ".indexer.wk.weight":
+            view.copy_(view[torch.randperm(view.shape[0])].clone())
+    hidden = torch.randn(8 * TOPK, config.hidden_size).bfloat16()
+    expected = oracle_forward(oracle, config, hidden)
+    (got,) = run_ours(ours, world, config, [hidden], [[8 * TOPK]])
+    errors = row_errors(got, expected)
+    assert (errors[2 * TOPK :] > 0.075).float().mean() > 0.5
+    assert errors[:TOPK].max() < 0.075
+
+
+def test_fp8_caches_stay_within_their_rounding():
+    config = make_config()
+    oracle, ours, world = make_pair(config, kv_dtype="fp8")
+    hidden = torch.randn(8 * TOPK, config.hidden_size).bfloat16()
+    expected = oracle_forward(oracle, config, hidden)
+    (got,) = run_ours(ours, world, config, [hidden], [[8 * TOPK]])
+    # e4m3 has 3 mantissa bits: a relative error up to 2**-4 in each cached value,
+    # a third of it on average, and selections near a tie change more often.
+    assert_rows_close(got, expected, typical=0.04, share_of_outliers=0.15)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+def test_chunks_and_company_change_a_row_by_rounding_only(kv_dtype):
+    config = make_config()
+    _, ours, world = make_pair(config, kv_dtype=kv_dtype)
+    lengths = [100, 37, 130]
+    sequences = [torch.randn(n, config.hidden_size).bfloat16() for n in lengths]
+    alone = [run_ours(ours, world, config, [s], [[len(s)]])[0] for s in sequences]
+    decode = [[1, 1, 1]] * 7
+    chunks = [[64, 5, 0], [20, 2, 90], [9, 23, 33], *decode]
+    mixed = run_ours(ours, world, config, sequences, chunks)
+    for got, expected in zip(mixed, alone, strict=True):
+        assert_rows_close(got, expected.float(), typical=0.004)
+
+
+def test_long_contexts_gather_and_short_ones_mask_alike(monkeypatch):
+    config = make_config()
+    _, ours, world = make_pair(config)
+    hidden = torch.randn(20 * TOPK, config.hidden_size).bfloat16()
+    (masked,) = run_ours(ours, world, config, [hidden], [[20 * TOPK]])
+    monkeypatch.setattr("vllm_duck.models.sparse_attention.MAX_MASKED_CONTEXT", 1)
+    (gathered,) = run_ours(ours, world, config, [hidden], [[20 * TOPK]])
+    assert_rows_close(gathered, masked.float(), typical=0.004, share_of_outliers=0.01)

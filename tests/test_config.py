@@ -1,0 +1,81 @@
+"""DuckConfig: what it takes, what it refuses, and how it says so."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm_duck.config import DuckConfig
+from vllm_duck.errors import DuckConfigError
+
+
+def test_defaults_start_two_local_ducks():
+    config = DuckConfig.from_settings({}, {})
+    assert config.endpoints == ()
+    assert config.local_ducks == 2
+
+
+def test_endpoints_come_from_settings_before_the_environment():
+    environ = {"VLLM_DUCK_ENDPOINTS": "a:1, unix:/tmp/b"}
+    assert DuckConfig.from_settings({}, environ).endpoints == ("a:1", "unix:/tmp/b")
+    settings = {"endpoints": ["c:1"]}
+    assert DuckConfig.from_settings(settings, environ).endpoints == ("c:1",)
+
+
+def test_settings_survive_a_round_trip():
+    config = DuckConfig.from_settings(
+        {"endpoints": ["a:1", "b:1"], "deadline_s": 3, "reply_dtype": "fp32"}, {}
+    )
+    assert DuckConfig.from_settings(config.to_settings(), {}) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"endpoint": ["a:1"]}, r"unknown keys \['endpoint'\].*known keys.*endpoints"),
+        ({"endpoints": "a:1"}, "endpoints must be a list of strings, got 'a:1'"),
+        ({"endpoints": ["a:1", "a:1"]}, "each endpoint once"),
+        ({"endpoints": [""]}, "non-empty strings"),
+        ({"local_ducks": 0}, "local_ducks must be >= 1, got 0"),
+        ({"local_ducks": True}, "local_ducks must be an integer, got True"),
+        ({"local_ducks": "2"}, "local_ducks must be an integer, got '2'"),
+        ({"local_threads": 0}, "local_threads must be >= 1"),
+        ({"deadline_s": -1.0}, r"deadline_s must be > 0, got -1.0; set additional"),
+        ({"deadline_s": float("nan")}, "deadline_s must be > 0, got nan"),
+        ({"deadline_s": "1"}, "deadline_s must be a number of seconds"),
+        ({"connect_s": 0}, "connect_s must be > 0"),
+        ({"reply_dtype": "fp8"}, "reply_dtype must be"),
+        ({"reply_dtype": 3}, "reply_dtype must be a string"),
+        ({"kv_dtype": "int4"}, "kv_dtype must be"),
+        ({"tls_cert": "a"}, "tls_cert and tls_key must be both or neither"),
+        ([], "a JSON object"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_knob(settings, message):
+    with pytest.raises(DuckConfigError, match=message):
+        DuckConfig.from_settings(settings, {})
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("vllm_duck", ("torch", "vllm", "grpc")),
+        ("vllm_duck.config", ("torch", "vllm", "grpc", "vllm_duck.executor")),
+        ("vllm_duck.executor.duck", ("torch", "vllm", "grpc", "vllm_duck.models")),
+        ("vllm_duck.executor.server", ("torch", "vllm", "vllm_duck.models")),
+        ("vllm_duck.executor.fleet", ("torch", "vllm", "vllm_duck.models")),
+        ("vllm_duck.cli", ("torch", "vllm", "vllm_duck.models")),
+        ("vllm_duck.models.deepseek_v32", ("vllm_duck.worker", "vllm_duck.hooks")),
+    ],
+)
+def test_lower_modules_do_not_import_higher_ones(module, forbidden):
+    code = (
+        f"import sys, {module}\n"
+        f"found = [name for name in {forbidden!r} if name in sys.modules]\n"
+        "sys.exit(f'imported {found}' if found else 0)"
+    )
+    # Without site's entry points: VLLM_PLUGINS empty keeps vLLM from loading duck.
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
