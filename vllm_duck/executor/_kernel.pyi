@@ -1,0 +1,33 @@
+from typing import Any
+
+def layer_new(
+    num_experts: int, hidden: int, columns: int, column_phase: int, is_bf16: int, /
+) -> object: ...
+def layer_load(
+    layer: object,
+    expert: int,
+    gate: Any,
+    up: Any,
+    down: Any,
+    gate_scale: Any,
+    up_scale: Any,
+    down_scale: Any,
+    /,
+) -> tuple[int, int] | None: ...
+def layer_resident_bytes(layer: object, /) -> int: ...
+def layer_first_missing(layer: object, /) -> int: ...
+def engine_new(num_threads: int, isa: str, cpus: tuple[int, ...], /) -> object: ...
+def engine_isa(engine: object, /) -> str: ...
+def engine_first_touch(engine: object, layer: object, /) -> None: ...
+def forward(
+    engine: object,
+    layer: object,
+    hidden: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    expert_lo: int,
+    n_routed_experts: int,
+    out: Any,
+    /,
+) -> None: ...
+def supported_isas() -> list[str]: ...

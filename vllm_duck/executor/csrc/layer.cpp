@@ -1,0 +1,172 @@
+#include "layer.h"
+
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstring>
+#include <new>
+
+namespace duck {
+namespace {
+
+uint32_t load_dword(const uint8_t* at) {
+  uint32_t value;
+  std::memcpy(&value, at, sizeof value);
+  return value;
+}
+
+void store_dword(uint8_t* at, uint32_t value) { std::memcpy(at, &value, sizeof value); }
+
+// What a tile's codes were, gathered as sticky bits.
+struct Seen {
+  uint32_t not_finite = 0;
+  uint32_t zero_exponent = 0;
+};
+
+// The sums cannot carry from one byte to the next: 0x7f + 1 and 0x78 + 0x78 fit.
+void inspect_e4m3(uint32_t codes, Seen* seen) {
+  seen->not_finite |= ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+  seen->zero_exponent |= ~((codes & 0x78787878u) + 0x78787878u) & 0x80808080u;
+}
+
+void inspect_bf16(uint32_t codes, Seen* seen) {
+  seen->not_finite |= ((codes & 0x7f807f80u) + 0x00800080u) & 0x80008000u;
+}
+
+void pack_e4m3_tile(const uint8_t* source, ptrdiff_t row_bytes, int num_k,
+                    uint8_t* tile, Seen* seen) {
+  for (int column = 0; column < kGroup; ++column) {
+    const uint8_t* row = source + column * row_bytes;
+    for (int k = 0; k < num_k; k += kStepK) {
+      uint32_t codes = load_dword(row + k);
+      inspect_e4m3(codes, seen);
+      uint32_t swapped = (codes & 0xff0000ffu) | ((codes & 0x0000ff00u) << 8) |
+                         ((codes & 0x00ff0000u) >> 8);
+      store_dword(tile + (k / kStepK * kGroup + column) * 4, swapped);
+    }
+  }
+}
+
+void pack_bf16_tile(const uint8_t* source, ptrdiff_t row_bytes, int num_k,
+                    uint8_t* tile, Seen* seen) {
+  for (int column = 0; column < kGroup; ++column) {
+    const uint8_t* row = source + column * row_bytes;
+    for (int k = 0; k < num_k; k += 2) {
+      uint32_t codes = load_dword(row + 2 * k);
+      inspect_bf16(codes, seen);
+      store_dword(tile + (k / 2 * kGroup + column) * 4, codes);
+    }
+  }
+}
+
+// Packs the k of one segment of one group; returns its mark. Sets `not_finite`.
+uint8_t pack_segment(Format format, const uint8_t* source, ptrdiff_t row_bytes,
+                     int num_k, uint8_t* out, bool* not_finite) {
+  uint8_t mark = 0;
+  int bytes = element_bytes(format);
+  for (int k = 0; k < num_k; k += kTileK) {
+    Seen seen;
+    int tile_k = num_k - k < kTileK ? num_k - k : kTileK;
+    auto* pack = format == Format::kE4m3 ? pack_e4m3_tile : pack_bf16_tile;
+    pack(source + k * bytes, row_bytes, tile_k, out + k * kGroup * bytes, &seen);
+    *not_finite |= seen.not_finite != 0;
+    if (seen.zero_exponent) mark |= uint8_t(1u << (k / kTileK));
+  }
+  return mark;
+}
+
+bool fix_scales(const float* source, size_t count, float* out) {
+  bool good = true;
+  for (size_t i = 0; i < count; ++i) {
+    out[i] = source[i] * kScaleFix;
+    good &= std::isfinite(out[i]);
+  }
+  return good;
+}
+
+}  // namespace
+
+Mapping::Mapping(size_t num_bytes) : size_(num_bytes) {
+  void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                  -1, 0);
+  if (at == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+  madvise(at, size_, MADV_HUGEPAGE);
+#endif
+  data_ = static_cast<uint8_t*>(at);
+}
+
+Mapping::~Mapping() { munmap(data_, size_); }
+
+Layer::Layer(const LayerShape& shape)
+    : shape_(shape),
+      weights_(shape.expert_bytes() * shape.num_experts),
+      marks_(shape.expert_marks() * shape.num_experts),
+      scales_(shape.expert_scales() * shape.num_experts, 1.0f),
+      loaded_(new std::atomic<bool>[shape.num_experts]) {
+  for (int e = 0; e < shape.num_experts; ++e) loaded_[e] = false;
+}
+
+size_t Layer::resident_bytes() const {
+  return weights_.size() + marks_.size() + scales_.size() * sizeof(float);
+}
+
+uint8_t* Layer::expert_data(int expert) {
+  return weights_.data() + shape_.expert_bytes() * expert;
+}
+
+ExpertView Layer::expert(int expert) const {
+  return {&shape_, weights_.data() + shape_.expert_bytes() * expert,
+          marks_.data() + shape_.expert_marks() * expert,
+          scales_.data() + shape_.expert_scales() * expert};
+}
+
+PackResult Layer::pack(int expert, int matrix, const SourceMatrix& source) {
+  ExpertView view = this->expert(expert);
+  bool is_down = matrix == 2;
+  KAxis axis = is_down ? shape_.down_axis() : shape_.gate_up_axis();
+  int num_groups = is_down ? shape_.hidden_groups() : shape_.column_groups();
+  int bytes = element_bytes(shape_.format);
+  bool not_finite = false;
+  for (int group = 0; group < num_groups; ++group) {
+    auto* out = const_cast<uint8_t*>(is_down ? view.down(group) : view.gate_up(group));
+    auto* marks = const_cast<uint8_t*>(is_down ? view.down_marks(group)
+                                               : view.gate_up_marks(group));
+    const uint8_t* rows = source.data + group * kGroup * source.row_bytes;
+    for (int s = 0; s < axis.num_segments(); ++s) {
+      int begin = axis.begin(s), num_k = axis.end(s) - begin;
+      size_t at = size_t(kGroup) * bytes * (is_down ? begin : 2 * begin + matrix * num_k);
+      uint8_t mark = pack_segment(shape_.format, rows + begin * bytes, source.row_bytes,
+                                  num_k, out + at, &not_finite);
+      marks[is_down ? s : 2 * s + matrix] = mark;
+    }
+  }
+  if (not_finite) return PackResult::kBadWeight;
+  if (shape_.format == Format::kBf16) return PackResult::kOk;
+  size_t blocks = size_t(shape_.column_blocks()) * shape_.hidden_blocks();
+  auto* scales = const_cast<float*>(view.scales) + matrix * blocks;
+  return fix_scales(source.scales, blocks, scales) ? PackResult::kOk
+                                                   : PackResult::kBadScale;
+}
+
+PackResult Layer::load(int expert, const SourceMatrix matrices[3], int* bad_matrix) {
+  if (loaded_[expert].exchange(false)) --num_loaded_;
+  for (int matrix = 0; matrix < 3; ++matrix) {
+    PackResult result = pack(expert, matrix, matrices[matrix]);
+    if (result != PackResult::kOk) {
+      *bad_matrix = matrix;
+      return result;
+    }
+  }
+  if (!loaded_[expert].exchange(true)) ++num_loaded_;
+  return PackResult::kOk;
+}
+
+int Layer::first_missing() const {
+  if (num_loaded_ == shape_.num_experts) return -1;
+  for (int e = 0; e < shape_.num_experts; ++e)
+    if (!loaded_[e]) return e;
+  return -1;
+}
+
+}  // namespace duck

@@ -1,0 +1,317 @@
+"""The duck's MoE arithmetic: packed expert weights, and the C++ kernel that uses them.
+
+    y[t] = sum over k, topk_ids[t, k] in the shard, of
+           topk_weights[t, k] * down_e @ bf16(silu(gate_e @ x_t) * (up_e @ x_t))
+
+Invariants, pinned by tests:
+- A row's bits depend on that row alone: not on other rows, the number of rows or
+  threads, the order of calls, or the order of experts within the row.
+- Every instruction set gives the same bits (values below 2^-126 count as zero), so a
+  replica on another machine continues a generation exactly.
+- e4m3 is decoded exactly, subnormals included; scale * (sum of up to 128 products)
+  happens in fp32; gate, up and their product are fp32, rounded once to bf16 as the
+  input of down; partial sums are fp32.
+
+The order of additions is written down in csrc/kernel.h, the layout in csrc/layout.h.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_duck.errors import DuckCheckpointError, DuckConfigError, DuckShapeError
+from vllm_duck.executor import _kernel
+
+ISAS = ("avx512", "avx2", "portable")
+ISA_ENV = "VLLM_DUCK_ISA"
+WEIGHT_FORMATS = ("e4m3-block128", "bf16")
+
+BLOCK = 128
+# Column counts and hidden sizes are multiples of this: the kernel's vector of outputs.
+GRANULE = 16
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+Weights = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+Scales = npt.NDArray[np.float32]
+
+
+class LayerWeights:
+    """The experts of one MoE layer that one shard owns, packed for the kernel."""
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        num_columns: int,
+        column_offset: int,
+        weight_format: str,
+    ) -> None:
+        _check_sizes(num_experts, hidden_size, num_columns, column_offset)
+        if weight_format not in WEIGHT_FORMATS:
+            raise DuckShapeError(
+                f"weight_format must be one of {WEIGHT_FORMATS}, got {weight_format!r}"
+            )
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.num_columns = num_columns
+        self.column_offset = column_offset
+        self.weight_format = weight_format
+        self._handle = _kernel.layer_new(
+            num_experts,
+            hidden_size,
+            num_columns,
+            column_offset,
+            int(weight_format == "bf16"),
+        )
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        shard_num_experts: int,
+        hidden_size: int,
+        num_columns: int,
+        column_offset: int,
+        weight_format: str,
+    ) -> "LayerWeights":
+        """Reserve memory for a shard of one layer; no page of it is touched yet.
+
+        num_columns I and hidden_size H are multiples of 16, and so is column_offset:
+        the first column's position within its 128-wide scale block, column_lo % 128.
+
+        Raises:
+            DuckShapeError: a size is not a positive multiple of 16, or the offset is
+                not in [0, 128).
+        """
+        return cls(
+            num_experts=shard_num_experts,
+            hidden_size=hidden_size,
+            num_columns=num_columns,
+            column_offset=column_offset,
+            weight_format=weight_format,
+        )
+
+    @property
+    def num_column_blocks(self) -> int:
+        """Scale blocks that the shard's columns touch."""
+        return -(-(self.column_offset + self.num_columns) // BLOCK)
+
+    @property
+    def num_hidden_blocks(self) -> int:
+        return -(-self.hidden_size // BLOCK)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The slice as the checkpoint has it, scales included."""
+        num_weights = 3 * self.num_columns * self.hidden_size
+        num_scales = 3 * self.num_column_blocks * self.num_hidden_blocks
+        if self.weight_format == "bf16":
+            return self.num_experts * 2 * num_weights
+        return self.num_experts * (num_weights + 4 * num_scales)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the packed slice takes once loaded; at most 1.03 * weight_bytes."""
+        return int(_kernel.layer_resident_bytes(self._handle))
+
+    def load_expert(
+        self,
+        expert_idx: int,
+        *,
+        gate: Weights,
+        up: Weights,
+        down: Weights,
+        gate_scale: Scales | None = None,
+        up_scale: Scales | None = None,
+        down_scale: Scales | None = None,
+    ) -> None:
+        """Pack one expert. Its arrays are copied and may be reused at once.
+
+        Shapes: I = num_columns, H = hidden_size, c = num_column_blocks,
+        h = num_hidden_blocks; weights are e4m3 bits (uint8) or bf16 bits (uint16), the
+        rows of a weight may be strided (a slice of a larger array is fine).
+            gate, up              [I, H]
+            down                  [H, I]
+            gate_scale, up_scale  [c, h]  float32, C-contiguous; None for bf16
+            down_scale            [h, c]
+        Raises:
+            DuckShapeError: a shape or dtype disagrees, or expert_idx is out of range.
+            DuckCheckpointError: a weight or scale is not finite; names the tensor. The
+                expert then counts as not loaded.
+        Sync: releases the GIL; several experts may be loaded from several threads.
+        """
+        if not 0 <= expert_idx < self.num_experts:
+            raise DuckShapeError(
+                f"expert_idx must be in [0, {self.num_experts}), got {expert_idx}"
+            )
+        bad = _kernel.layer_load(
+            self._handle, expert_idx, gate, up, down, gate_scale, up_scale, down_scale
+        )
+        if bad is not None:
+            matrix, is_scale = bad
+            tensor = "weight_scale_inv" if is_scale else "weight"
+            what = "a scale that is NaN, infinite or >= 2^120" if is_scale else "a NaN"
+            raise DuckCheckpointError(
+                f"expert {expert_idx} of the shard: {_MATRICES[matrix]}.{tensor} must "
+                f"be finite, got {what}; the checkpoint or its copy is damaged"
+            )
+
+    def check(self) -> None:
+        """Make sure that every expert was loaded, which includes that it is finite.
+
+        Raises:
+            DuckCheckpointError: names the first expert that is missing.
+        """
+        missing = _kernel.layer_first_missing(self._handle)
+        if missing >= 0:
+            raise DuckCheckpointError(
+                f"expert {missing} of the shard was never loaded; "
+                f"expected {self.num_experts} experts"
+            )
+
+
+class MoeKernel:
+    """One instruction set and one thread pool; serves any number of layers."""
+
+    def __init__(
+        self,
+        *,
+        num_threads: int | None = None,
+        isa: str | None = None,
+        pin: bool = True,
+    ) -> None:
+        """Choose the kernel and start the pool; the calling thread is its first worker.
+
+        num_threads: None takes every physical core that this process may run on; 1
+            starts no thread at all.
+        isa: one of ISAS; None takes the environment's VLLM_DUCK_ISA, else the best.
+        pin: keep pool thread i on the i-th of those cores. The caller stays unpinned.
+
+        Raises:
+            DuckConfigError: the instruction set is unknown or this CPU lacks it, or
+                num_threads is not in [1, 1024].
+        """
+        cpus = physical_cores()
+        if num_threads is None:
+            num_threads = len(cpus)
+        if not 1 <= num_threads <= 1024:
+            raise DuckConfigError(
+                f"num_threads must be in [1, 1024], got {num_threads}"
+            )
+        wanted = isa if isa is not None else os.environ.get(ISA_ENV) or None
+        if wanted is not None and wanted not in ISAS:
+            raise DuckConfigError(
+                f"isa must be one of {ISAS}, got {wanted!r}; "
+                f"set the isa argument or {ISA_ENV}"
+            )
+        handle = _kernel.engine_new(
+            num_threads, wanted or "", tuple(cpus) if pin else ()
+        )
+        if handle is None:
+            raise DuckConfigError(
+                f"this CPU cannot run isa {wanted!r}, it supports {supported_isas()}; "
+                f"set the isa argument or {ISA_ENV}"
+            )
+        self._handle = handle
+        self.isa = str(_kernel.engine_isa(handle))
+        self.num_threads = num_threads
+
+    def first_touch(self, weights: LayerWeights) -> None:
+        """Let each worker write the pages it will read, before they are loaded.
+
+        It places the weights on the workers' NUMA nodes; elsewhere it only costs time.
+        """
+        _kernel.engine_first_touch(self._handle, weights._handle)
+
+    def forward(
+        self,
+        weights: LayerWeights,
+        hidden: npt.NDArray[np.uint16],
+        topk_ids: npt.NDArray[np.int32],
+        topk_weights: npt.NDArray[np.float32],
+        *,
+        expert_lo: int,
+        n_routed_experts: int,
+        out: npt.NDArray[np.float32] | npt.NDArray[np.uint16],
+    ) -> None:
+        """Write the shard's partial sum for T rows to `out`.
+
+        Shapes: T rows (0 is allowed), H hidden size, K experts per row; C-contiguous.
+            hidden        [T, H]  bf16 bits (uint16)
+            topk_ids      [T, K]  int32, global ids in any order, repeats allowed; ids
+                                  outside [expert_lo, expert_lo + num_experts) are
+                                  another shard's and are skipped
+            topk_weights  [T, K]  float32
+            out           [T, H]  float32, or bf16 bits (uint16) rounded once at the end
+        Raises:
+            DuckShapeError: a shape or dtype disagrees, K is 0, or an id is not in
+                [0, n_routed_experts).
+            DuckCheckpointError: an expert of the layer was never loaded.
+        Sync: blocks; releases the GIL. Concurrent calls take turns.
+        """
+        if not 0 <= expert_lo <= n_routed_experts - weights.num_experts:
+            raise DuckShapeError(
+                f"experts [{expert_lo}, {expert_lo + weights.num_experts}) must lie in "
+                f"[0, n_routed_experts = {n_routed_experts})"
+            )
+        _kernel.forward(
+            self._handle,
+            weights._handle,
+            hidden,
+            topk_ids,
+            topk_weights,
+            expert_lo,
+            n_routed_experts,
+            out,
+        )
+
+
+def supported_isas() -> list[str]:
+    """The instruction sets that this build can use on this CPU, best first."""
+    return [str(name) for name in _kernel.supported_isas()]
+
+
+def physical_cores() -> list[int]:
+    """CPUs of this process, one for each core: its second hardware thread adds none
+    of the memory bandwidth that decode is made of."""
+    if not hasattr(os, "sched_getaffinity"):
+        return list(range(os.cpu_count() or 1))
+    cores: dict[Any, int] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        cores.setdefault(_siblings(cpu), cpu)
+    return list(cores.values())
+
+
+def _siblings(cpu: int) -> str:
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    try:
+        return path.read_text()
+    except OSError:
+        return f"cpu {cpu} alone"
+
+
+def _check_sizes(
+    num_experts: int, hidden_size: int, num_columns: int, column_offset: int
+) -> None:
+    sizes: Sequence[tuple[str, int]] = (
+        ("hidden_size", hidden_size),
+        ("num_columns", num_columns),
+    )
+    for name, size in sizes:
+        if not GRANULE <= size <= 1 << 20 or size % GRANULE:
+            raise DuckShapeError(
+                f"{name} must be a positive multiple of {GRANULE}, got {size}; "
+                f"choose other column ranges in the shard plan"
+            )
+    if not 0 <= column_offset < BLOCK or column_offset % GRANULE:
+        raise DuckShapeError(
+            f"column_offset must be a multiple of {GRANULE} in [0, {BLOCK}), "
+            f"got {column_offset}; it is column_lo % {BLOCK}"
+        )
+    if not 1 <= num_experts <= 1 << 16:
+        raise DuckShapeError(f"num_experts must be in [1, 65536], got {num_experts}")
