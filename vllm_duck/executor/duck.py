@@ -1,11 +1,12 @@
-"""What a duck is to the rest of the package: four records and two protocols.
+"""What a duck is to the rest of the package: the records and the protocols.
 
 Everything here is numpy: a duck machine has neither torch nor vLLM. A bf16 tensor
 is a `uint16` array that holds its bits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,23 @@ PROTOCOL_VERSION = 1
 
 BF16 = np.dtype(np.uint16)
 F32 = np.dtype(np.float32)
+
+# How the host wants partial sums on the wire.
+ReplyDtype = Literal["bf16", "fp32"]
+Partial: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """What host and ducks must agree on about the model, whoever holds which shard."""
+
+    fingerprint: str
+    layer_ids: tuple[int, ...]
+    hidden_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    # "e4m3-block128" or "bf16".
+    weight_format: str
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,17 @@ class DuckInfo:
     weight_bytes: int
     resident_bytes: int
 
+    @property
+    def model(self) -> ModelSummary:
+        return ModelSummary(
+            fingerprint=self.model_fingerprint,
+            layer_ids=self.layer_ids,
+            hidden_size=self.hidden_size,
+            moe_intermediate_size=self.moe_intermediate_size,
+            n_routed_experts=self.n_routed_experts,
+            weight_format=self.weight_format,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class MoeRequest:
@@ -101,13 +130,28 @@ class MoeRequest:
 class MoeReply:
     """A duck's partial sum for one MoeRequest.
 
-    partial  [T, H]  bf16 bits (uint16) or float32, as the client asked
-    Times are whole microseconds on the duck: waiting for the kernel, and in it.
+    partial  [T, H]  bf16 bits (uint16) or float32, as the client asked; read-only
+    Times are whole microseconds: on the duck waiting for the kernel, and in it; on the
+    host from start() to the arrival of the reply.
     """
 
-    partial: npt.NDArray[np.uint16] | npt.NDArray[np.float32]
+    partial: Partial
     queue_us: int
     compute_us: int
+    rtt_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRequest:
+    """A MoeRequest as bytes, so that one encoding serves every duck of a fleet."""
+
+    request_id: int
+    message: bytes
+
+
+# Computes one shard's partial sum [T, H] of a request, in the dtype that is asked for:
+# a kernel can round on its way out, which is cheaper than numpy afterwards.
+MoeFunction: TypeAlias = Callable[[MoeRequest, ReplyDtype], Partial]
 
 
 class PendingReply(Protocol):
@@ -137,6 +181,13 @@ class Duck(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class WireDuck(Duck, Protocol):
+    """A duck behind a wire: takes a request that is already encoded."""
+
+    def start_encoded(self, encoded: EncodedRequest) -> PendingReply: ...
 
 
 def _check_array(name: str, array: np.ndarray, dtype: np.dtype) -> None:

@@ -1,0 +1,18 @@
+#!/bin/sh
+# Regenerates vllm_duck/executor/duck_pb2*.py[i] from protos/duck/v1/duck.proto.
+#
+# usage: scripts/make_proto.sh [OUTPUT_ROOT]      (default: the repository root)
+#
+# Needs grpcio-tools==1.78.0, the oldest that we support: generated code refuses to
+# import on an older protobuf or grpcio than the one it was generated with, and it is
+# the user's vLLM that chooses those.
+set -eu
+
+cd "$(dirname "$0")/.."
+output_root="${1:-.}"
+"${PYTHON:-python}" -m grpc_tools.protoc \
+    -Ivllm_duck/executor=protos/duck/v1 \
+    --python_out="$output_root" \
+    --pyi_out="$output_root" \
+    --grpc_python_out="$output_root" \
+    protos/duck/v1/duck.proto

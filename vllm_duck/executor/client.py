@@ -1,0 +1,280 @@
+"""One remote duck over gRPC: a channel with one Forward stream.
+
+Invariants, pinned by tests:
+- replies find their request by id, in whatever order they come;
+- when the stream ends, every request in flight fails at once, with one reason, and
+  so does every later start();
+- a request that misses its deadline fails alone; the stream goes on.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TypeVar
+
+import grpc
+
+from vllm_duck.errors import DuckError, DuckProtocolError, DuckTimeout, DuckUnavailable
+from vllm_duck.executor.codec import (
+    DESCRIBE_REQUEST,
+    decode_info,
+    decode_reply,
+    encode_request,
+)
+from vllm_duck.executor.duck import (
+    DuckInfo,
+    EncodedRequest,
+    MoeReply,
+    MoeRequest,
+    PendingReply,
+    ReplyDtype,
+)
+from vllm_duck.executor.endpoints import check_endpoint
+from vllm_duck.executor.grpc_errors import error_of_reply, error_of_rpc
+from vllm_duck.executor.process import all_cpus, set_thread_cpus
+from vllm_duck.executor.security import ClientSecurity
+from vllm_duck.executor.wire import (
+    DESCRIBE_METHOD,
+    FORWARD_METHOD,
+    MAX_MESSAGE_BYTES,
+    TOKEN_METADATA_KEY,
+    TOKEN_PREFIX,
+)
+
+DEFAULT_DEADLINE_S = 30.0
+
+_T = TypeVar("_T")
+
+_CHANNEL_OPTIONS = [
+    # The defaults of 4 MiB do not hold a prefill chunk.
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Otherwise two clients of one process share a connection, and one's prefill chunk
+    # delays the other's decode step.
+    ("grpc.use_local_subchannel_pool", 1),
+    # The step that waits wants to know now; trying again is the fleet's decision.
+    ("grpc.enable_retries", 0),
+    # A duck whose machine lost its power sends no FIN; pings find that out.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Ducks are on the local network: a proxy from the environment is never meant.
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class GrpcDuck:
+    """A duck at an endpoint; nothing is connected before the first call.
+
+    `io_cpus` are the cpus for the threads that gRPC and this client start; by default
+    all. Without it they would inherit the caller's affinity, and vLLM pins its worker's
+    main thread to one cpu: they would then take turns with the model's own compute.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        reply_dtype: ReplyDtype = "bf16",
+        security: ClientSecurity | None = None,
+        io_cpus: Collection[int] | None = None,
+    ) -> None:
+        self._name = check_endpoint(endpoint)
+        self._deadline_s = deadline_s
+        self._reply_dtype: ReplyDtype = reply_dtype
+        self._security = security or ClientSecurity()
+        self._io_cpus = io_cpus or all_cpus()
+        self._channel = _run_on_cpus(self._open_channel, self._io_cpus)
+        self._request_ids = itertools.count(1)
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        # Everything below is guarded by the lock.
+        self._pending: dict[int, _Pending] = {}
+        self._is_stream_open = False
+        self._end_reason: DuckError | None = None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def describe(self) -> DuckInfo:
+        """Ask the duck what it holds.
+
+        Raises:
+            DuckTransportError: no duck answers there before the deadline.
+        """
+        try:
+            message = self._channel.unary_unary(DESCRIBE_METHOD)(
+                DESCRIBE_REQUEST, timeout=self._deadline_s, metadata=self._metadata()
+            )
+        except grpc.RpcError as error:
+            raise error_of_rpc(self._name, error) from error
+        return decode_info(message)
+
+    def start(self, request: MoeRequest) -> PendingReply:
+        return self.start_encoded(
+            encode_request(
+                request,
+                request_id=next(self._request_ids),
+                reply_dtype=self._reply_dtype,
+            )
+        )
+
+    def start_encoded(self, encoded: EncodedRequest) -> PendingReply:
+        """Send a request that is already bytes; its id must not be in flight here.
+
+        Raises:
+            DuckTransportError: the stream has ended; the reason why it did.
+        """
+        pending = _Pending(self._name, self._deadline_s)
+        with self._lock:
+            if self._end_reason is not None:
+                raise _renewed(self._end_reason)
+            self._pending[encoded.request_id] = pending
+            if not self._is_stream_open:
+                _run_on_cpus(self._open_stream, self._io_cpus)
+                self._is_stream_open = True
+        self._outbox.put(encoded.message)
+        return pending
+
+    def close(self) -> None:
+        """Fail what is in flight, and leave no thread behind."""
+        self._end(DuckUnavailable(f"duck {self._name}: the client was closed"))
+        self._outbox.put(None)
+        self._channel.close()
+
+    def _open_channel(self) -> grpc.Channel:
+        security = self._security
+        if security.tls_ca is None:
+            return grpc.insecure_channel(self._name, options=_CHANNEL_OPTIONS)
+        credentials = grpc.ssl_channel_credentials(
+            root_certificates=security.tls_ca,
+            private_key=security.tls_key,
+            certificate_chain=security.tls_cert,
+        )
+        return grpc.secure_channel(self._name, credentials, options=_CHANNEL_OPTIONS)
+
+    def _open_stream(self) -> None:
+        # Bytes in, bytes out: one encoding serves all ducks, and gRPC copies nothing.
+        replies = self._channel.stream_stream(FORWARD_METHOD)(
+            iter(self._outbox.get, None), metadata=self._metadata()
+        )
+        threading.Thread(
+            target=self._read_replies,
+            args=(replies,),
+            name=f"duck-client {self._name}",
+            daemon=True,
+        ).start()
+
+    def _read_replies(self, replies: grpc.Call) -> None:
+        """Hand out replies until the stream ends; runs in its own thread.
+
+        A thread and not the caller, so that a reply is ready when the caller comes
+        back from the other lane, with its true round trip, and a dead duck is noticed
+        between calls.
+        """
+        try:
+            for message in replies:
+                self._deliver(message, time.perf_counter_ns())
+            reason: DuckError = DuckUnavailable(
+                f"duck {self._name} ended the stream; it is shutting down"
+            )
+        except grpc.RpcError as error:
+            reason = error_of_rpc(self._name, error)
+        except DuckProtocolError as error:
+            reason = DuckProtocolError(f"duck {self._name}: {error}")
+            replies.cancel()
+        self._end(reason)
+
+    def _deliver(self, message: bytes, arrival_ns: int) -> None:
+        reply = decode_reply(message)
+        with self._lock:
+            pending = self._pending.pop(reply.request_id, None)
+        if pending is None:
+            return
+        if reply.partial is None:
+            pending.finish(error_of_reply(self._name, reply.status, reply.error))
+            return
+        pending.finish(
+            MoeReply(
+                partial=reply.partial,
+                queue_us=reply.queue_us,
+                compute_us=reply.compute_us,
+                rtt_us=(arrival_ns - pending.start_ns) // 1000,
+            )
+        )
+
+    def _end(self, reason: DuckError) -> None:
+        with self._lock:
+            if self._end_reason is None:
+                self._end_reason = reason
+            orphans = list(self._pending.values())
+            self._pending.clear()
+        for pending in orphans:
+            pending.finish(reason)
+
+    def _metadata(self) -> list[tuple[str, str]]:
+        token = self._security.token
+        return [] if token is None else [(TOKEN_METADATA_KEY, TOKEN_PREFIX + token)]
+
+
+class _Pending:
+    """One request in flight."""
+
+    __slots__ = ("_deadline_s", "_done", "_name", "_outcome", "start_ns")
+
+    def __init__(self, name: str, deadline_s: float) -> None:
+        self._name = name
+        self._deadline_s = deadline_s
+        self._outcome: MoeReply | DuckError | None = None
+        # Held until the outcome is there. A bare lock because it wakes its one waiter
+        # in 5 us less than an Event.
+        self._done = threading.Lock()
+        self._done.acquire()
+        self.start_ns = time.perf_counter_ns()
+
+    def result(self) -> MoeReply:
+        passed_s = (time.perf_counter_ns() - self.start_ns) / 1e9
+        if not self._done.acquire(timeout=max(0.0, self._deadline_s - passed_s)):
+            raise DuckTimeout(
+                f"duck {self._name} did not answer within deadline_s="
+                f"{self._deadline_s}; raise deadline_s if it is only slow"
+            )
+        # For another call of result().
+        self._done.release()
+        outcome = self._outcome
+        if isinstance(outcome, MoeReply):
+            return outcome
+        assert outcome is not None
+        raise _renewed(outcome)
+
+    def finish(self, outcome: MoeReply | DuckError) -> None:
+        """Set the outcome; called once."""
+        self._outcome = outcome
+        self._done.release()
+
+
+def _renewed(error: DuckError) -> DuckError:
+    """A copy to raise: one error object raised in two threads mixes their traces."""
+    copy = type(error)(str(error))
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def _run_on_cpus(function: Callable[[], _T], cpus: Collection[int]) -> _T:
+    """Run a function in a thread of its own, on these cpus.
+
+    Threads inherit the affinity of the thread that starts them, so what the function
+    starts runs on these cpus too, and the caller keeps its own affinity.
+    """
+
+    def run() -> _T:
+        set_thread_cpus(cpus)
+        return function()
+
+    with ThreadPoolExecutor(1, "duck-open") as pool:
+        return pool.submit(run).result()

@@ -1,0 +1,13 @@
+"""The names and limits that the client and the server must share."""
+
+SERVICE = "duck.v1.Duck"
+DESCRIBE_METHOD = f"/{SERVICE}/Describe"
+FORWARD_METHOD = f"/{SERVICE}/Forward"
+
+# 256 MiB: 18,000 rows of 7168 bf16, several times a full prefill chunk. gRPC's own
+# default of 4 MiB breaks at 293 rows.
+MAX_MESSAGE_BYTES = 256 * 2**20
+
+# The metadata key of the shared secret, and how its value starts.
+TOKEN_METADATA_KEY = "authorization"
+TOKEN_PREFIX = "Bearer "
