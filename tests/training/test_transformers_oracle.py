@@ -1,0 +1,47 @@
+"""transformers' own DeepSeek-V3.2 computes what our training model computes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from training.attention import AttentionPlan
+from training.export import read_model, write_dequantized
+from training.layers import yarn_frequencies
+from training.model import TinyModel
+
+# transformers' report of the MTP tensors it has no layer for.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def oracle(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    copy = tmp_path_factory.mktemp("bf16")
+    write_dequantized(bundled, copy)
+    return AutoModelForCausalLM.from_pretrained(
+        copy, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def model(bundled: Path) -> TinyModel:
+    return read_model(bundled, torch.float32)
+
+
+# index_topk is 64: shorter prompts are dense, longer ones select.
+@pytest.mark.parametrize("length", [1, 20, 64, 65, 200, 600])
+@torch.no_grad()
+def test_trunk_logits_match(
+    oracle: PreTrainedModel, model: TinyModel, length: int
+) -> None:
+    generator = torch.Generator().manual_seed(length)
+    token_ids = torch.randint(7, 2048, (1, length), generator=generator)
+    theirs = oracle(token_ids).logits
+    ours = model.lm_head(model.trunk(token_ids, AttentionPlan()))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_rotary_frequencies_match(oracle: PreTrainedModel, model: TinyModel) -> None:
+    theirs = oracle.model.rotary_emb.inv_freq
+    torch.testing.assert_close(yarn_frequencies(model.config), theirs)

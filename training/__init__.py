@@ -1,0 +1,1 @@
+"""The bundled checkpoint's recipe: corpus, model, training, export, evaluation."""

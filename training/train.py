@@ -1,0 +1,108 @@
+"""The training loop: batches from the sampler, one optimizer step each, a bar."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from training.attention import AttentionPlan
+from training.config import TinyConfig
+from training.corpus import Corpus, Sampler
+from training.losses import StepLosses, step_losses
+from training.model import TinyModel
+from training.optimizer import Optimizer
+from training.schedule import TOKENS_PER_STEP, Phase, phase_at, rate_at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """When to stop: after num_steps, or, if given, after limit_s seconds.
+
+    With limit_s the schedule follows the clock, so the result depends on the speed
+    of the machine.
+    """
+
+    num_steps: int
+    limit_s: float | None = None
+
+    def progress(self, step: int, elapsed_s: float) -> float:
+        return elapsed_s / self.limit_s if self.limit_s else step / self.num_steps
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished training: the model and what it took."""
+
+    model: TinyModel
+    num_steps: int
+    num_tokens: int
+    wall_s: float
+
+
+def train(
+    config: TinyConfig,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    budget: Budget,
+    *,
+    seed: int = 0,
+    tokens_per_step: int = TOKENS_PER_STEP,
+) -> Run:
+    """Train from random weights; weights are bf16 with fp32 masters."""
+    torch.manual_seed(seed)
+    model = TinyModel(config).bfloat16()
+    # The router's balance is a sum of small steps, which bf16 would swallow.
+    for moe in model.moe_layers():
+        gate = moe.gate
+        gate.e_score_correction_bias = gate.e_score_correction_bias.float()
+    optimizer = Optimizer(model.named_parameters())
+    sampler = Sampler(corpus, tokenizer, seed)
+    step = num_tokens = 0
+    start = time.monotonic()
+    with tqdm(total=100, unit="%", bar_format=_BAR_FORMAT) as bar:
+        while True:
+            progress = budget.progress(step, time.monotonic() - start)
+            bar.update(100 * min(progress, 1.0) - bar.n)
+            if progress >= 1:
+                break
+            phase = phase_at(progress)
+            length = phase.lengths[step % len(phase.lengths)]
+            rows = max(1, tokens_per_step // length)
+            batch = sampler.batch(rows, length + 2, phase.mix)
+            plan = _plan(phase, step)
+            losses = step_losses(model, torch.from_numpy(batch), plan, phase.kd_weight)
+            losses.total.backward()
+            optimizer.step(rate_at(progress, step))
+            for moe in model.moe_layers():
+                moe.balance(phase.bias_step)
+            step += 1
+            num_tokens += rows * length
+            if step % 10 == 0:
+                speed = num_tokens / (time.monotonic() - start)
+                bar.set_postfix_str(_summary(step, phase, losses, plan, speed))
+    return Run(model.eval(), step, num_tokens, time.monotonic() - start)
+
+
+_BAR_FORMAT = "{percentage:5.1f}% |{bar:20}| {elapsed}<{remaining} {postfix}"
+
+
+def _plan(phase: Phase, step: int) -> AttentionPlan:
+    # Half the step number, so that it alternates independently of two row lengths.
+    teaches = phase.teach_every and (step // 2) % phase.teach_every == 0
+    return AttentionPlan(is_sparse=phase.is_sparse, trains_indexer=bool(teaches))
+
+
+def _summary(
+    step: int, phase: Phase, losses: StepLosses, plan: AttentionPlan, speed: float
+) -> str:
+    parts = [f"{phase.name} step {step}", f"{speed:.0f} tok/s"]
+    parts.append(f"trunk {losses.trunk:.3f}")
+    if losses.draft is not None:
+        parts.append(f"mtp {losses.draft:.3f} agree {losses.agreement:.2f}")
+    if plan.captured:
+        kl = sum(plan.indexer_losses).item() / len(plan.indexer_losses)
+        mass = sum(plan.captured).item() / len(plan.captured)
+        parts.append(f"kl {kl:.2f} top-k mass {mass:.2f}")
+    return ", ".join(parts)
