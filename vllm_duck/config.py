@@ -32,8 +32,6 @@ class DuckConfig:
     # Seconds a duck may take for one call. A 2048-row prefill chunk of the real
     # model takes seconds on a small CPU; a hang is longer.
     deadline_s: float = 60.0
-    # Seconds to wait for every duck at the start: they may still be loading.
-    connect_s: float = 300.0
     # The dtype of partial sums on the wire. bf16 halves the bytes; fp32 keeps the
     # ducks' accumulators.
     reply_dtype: Literal["bf16", "fp32"] = "bf16"
@@ -57,9 +55,8 @@ class DuckConfig:
             _refuse("local_ducks", ">= 1", self.local_ducks)
         if self.local_threads is not None and self.local_threads < 1:
             _refuse("local_threads", ">= 1", self.local_threads)
-        for name in ("deadline_s", "connect_s"):
-            if not getattr(self, name) > 0:
-                _refuse(name, "> 0", getattr(self, name))
+        if not self.deadline_s > 0:
+            _refuse("deadline_s", "> 0", self.deadline_s)
         if self.reply_dtype not in ("bf16", "fp32"):
             _refuse("reply_dtype", '"bf16" or "fp32"', self.reply_dtype)
         if self.kv_dtype not in ("fp8", "bf16"):
@@ -96,7 +93,7 @@ class DuckConfig:
 
 
 _INTEGERS = ("local_ducks", "local_threads")
-_NUMBERS = ("deadline_s", "connect_s")
+_NUMBERS = ("deadline_s",)
 _OPTIONAL = ("local_threads", "tls_ca", "tls_cert", "tls_key", "token_file")
 
 

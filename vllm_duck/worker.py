@@ -1,24 +1,37 @@
 """The vLLM worker of the host: it owns the ducks of its engine."""
 
+import atexit
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_duck.config import DuckConfig
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.local import LocalDucks
-
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+from vllm_duck.executor.process import resident_bytes
+from vllm_duck.executor.security import ClientSecurity
 
 logger = init_logger(__name__)
 
 
-class DuckWorker(PlatformWorker):
+@dataclass(frozen=True)
+class DuckFigures:
+    """What a user wants to see of one duck."""
+
+    name: str
+    shard: str
+    num_calls: int
+    # Medians over the latest calls, microseconds.
+    rtt_us: float
+    compute_us: float
+    queue_us: float
+    resident_bytes: int
+
+
+class DuckWorker(CPUWorker):
     """Finds or starts the ducks, checks them, and hands them to the model."""
 
     local_ducks: LocalDucks | None = None
@@ -26,38 +39,70 @@ class DuckWorker(PlatformWorker):
 
     def load_model(self, **kwargs: Any) -> None:
         """Ducks first: a wrong duck is found before the host's weights load."""
-        self.fleet = self._connect()
+        config = DuckConfig.from_settings(
+            self.vllm_config.additional_config["duck"], {}
+        )
+        # vLLM does not call shutdown() on every way out of its worker process.
+        atexit.register(self._stop_ducks)
+        self.fleet = self._connect(config)
         super().load_model(**kwargs)
         self.model_runner.model.attach_ducks(self.fleet)
 
     def shutdown(self) -> None:
-        if self.fleet is not None:
-            self.fleet.close()
-        if self.local_ducks is not None:
-            self.local_ducks.stop()
         super().shutdown()
+        self._stop_ducks()
 
-    def duck_statistics(self) -> list[dict[str, Any]]:
-        """What `LLM.collective_rpc("duck_statistics")` returns: one entry a duck."""
+    def duck_figures(self) -> dict[str, Any]:
+        """For `LLM.collective_rpc`: memory of the host, and figures of each duck."""
         assert self.fleet is not None
-        return self.fleet.statistics()
+        infos = self.fleet.describe()
+        ducks = [
+            DuckFigures(
+                name=figures.name,
+                shard=str(info.shard),
+                num_calls=figures.num_calls,
+                rtt_us=figures.rtt_us,
+                compute_us=figures.compute_us,
+                queue_us=figures.queue_us,
+                resident_bytes=info.resident_bytes,
+            )
+            for figures, info in zip(self.fleet.statistics(), infos, strict=True)
+        ]
+        return {
+            "host_bytes": resident_bytes(),
+            "ducks": [asdict(duck) for duck in ducks],
+        }
 
-    def _connect(self) -> Fleet:
-        config = DuckConfig.from_settings(
-            self.vllm_config.additional_config["duck"], {}
-        )
+    def _connect(self, config: DuckConfig) -> Fleet:
         model_dir = self.model_config.model
         endpoints = config.endpoints
         if not endpoints:
+            logger.info(
+                "No duck endpoints given: starting %d local ducks", config.local_ducks
+            )
             self.local_ducks = LocalDucks.start(
                 model_dir,
                 num_ducks=config.local_ducks,
                 num_threads=config.local_threads,
             )
             endpoints = self.local_ducks.endpoints
-        return Fleet.connect(
+        fleet = Fleet.connect(
             endpoints,
-            expect=Checkpoint(model_dir),
+            expect=Checkpoint(model_dir).summary,
             deadline_s=config.deadline_s,
             reply_dtype=config.reply_dtype,
+            security=ClientSecurity.from_files(
+                tls_ca=config.tls_ca,
+                tls_cert=config.tls_cert,
+                tls_key=config.tls_key,
+                token_file=config.token_file,
+            ),
         )
+        logger.info("%d ducks are up: %s", len(endpoints), ", ".join(endpoints))
+        return fleet
+
+    def _stop_ducks(self) -> None:
+        if self.fleet is not None:
+            self.fleet.close()
+        if self.local_ducks is not None:
+            self.local_ducks.stop()
