@@ -26,7 +26,7 @@ import numpy.typing as npt
 from vllm_duck.errors import DuckCheckpointError, DuckConfigError, DuckShapeError
 from vllm_duck.executor import _kernel
 
-ISAS = ("avx512", "avx2", "portable")
+ISAS = ("amx", "avx512", "avx2", "portable")
 ISA_ENV = "VLLM_DUCK_ISA"
 WEIGHT_FORMATS = ("e4m3-block128", "bf16")
 

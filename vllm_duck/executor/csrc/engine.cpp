@@ -18,6 +18,9 @@ constexpr int kMaxTokens = 2048;
 // Below this many bytes of weights a call costs less than waking another thread.
 constexpr size_t kBytesPerWorker = 256 << 10;
 
+// Tiles of activations are read whole, past the last row.
+constexpr int kSpareRows = 16;
+
 // Hidden groups (of 16) that one unit of the down phase covers: 8 KiB of sums for two
 // rows, and a quarter of a worker's share at 8 workers and hidden 7168.
 constexpr int kDownChunk = 64;
@@ -58,10 +61,12 @@ void Engine::forward(const Call& call) {
 void Engine::forward_rows(const Call& call) {
   const LayerShape& shape = call.layer->shape();
   int num_pairs = plan(call);
-  auto* act = static_cast<uint16_t*>(
-      act_.reserve(size_t(num_pairs) * shape.columns * sizeof(uint16_t)));
+  size_t stride = shape.act_stride();
+  size_t act_bytes = (num_pairs + kSpareRows) * stride * sizeof(uint16_t);
+  auto* act = static_cast<uint16_t*>(act_.reserve(act_bytes));
+  std::memset(act, 0, act_bytes);
   for (auto& rows : active_)
-    rows.act = act + (rows.tokens - pair_tokens_.data()) * size_t(shape.columns);
+    rows.act = act + (rows.tokens - pair_tokens_.data()) * stride;
   size_t work = active_.size() * shape.expert_bytes();
   int num_workers =
       int(std::min<size_t>(pool_.num_threads(), 1 + work / kBytesPerWorker));
@@ -129,7 +134,6 @@ void Engine::gate_up_phase(const Call& call, int num_workers, const HiddenRows& 
   int num_regions = std::min(num_workers, groups);
   Regions regions(groups, int(active_.size()), num_regions, 1);
   pool_.run(num_workers, [&](int worker) {
-    if (kernels_->enter) kernels_->enter();
     auto* scratch = static_cast<uint8_t*>(scratch_[worker].reserve(0));
     regions.work(worker % num_regions, [&](int expert, int begin, int end) {
       kernels_->gate_up(active_[expert], begin, end, hidden, scratch);
@@ -145,7 +149,6 @@ void Engine::down_phase(const Call& call, int num_workers) {
   int num_regions = std::min(num_workers, groups);
   Regions regions(groups, 1, num_regions, kDownChunk);
   pool_.run(num_workers, [&](int worker) {
-    if (kernels_->enter) kernels_->enter();
     auto* scratch = static_cast<uint8_t*>(scratch_[worker].reserve(0));
     auto* y = static_cast<float*>(y_[worker].reserve(0));
     regions.work(worker % num_regions, [&](int, int begin, int end) {

@@ -111,10 +111,10 @@ void gate_up_few(const ExpertRows& rows, int first_row, int group,
       weights += kGroup * num_k * element_bytes(kFormat);
     }
   }
+  uint16_t* act = rows.act + shape.act_offset(group);
   for (int r = 0; r < R; ++r)
-    silu_mul_group(
-        total[0][r], total[1][r],
-        rows.act + size_t(first_row + r) * shape.columns + group * kGroup);
+    silu_mul_group(total[0][r], total[1][r],
+                   act + size_t(first_row + r) * shape.act_stride());
 }
 
 // `x` holds fp32 copies of the activations of rows first_row, first_row + 1, ...
@@ -129,7 +129,8 @@ void down_few(const ExpertRows& rows, int first_row, int group, const float* con
   alignas(64) float total[R][kGroup] = {};
   for (int s = 0; s < axis.num_segments(); ++s) {
     int k = axis.begin(s), num_k = axis.end(s) - k;
-    segment_dot<S, kFormat, R>(weights, num_k, marks[s], scales[s], x, k, total);
+    segment_dot<S, kFormat, R>(weights, num_k, marks[s], scales[s], x,
+                               axis.padded_begin(s), total);
     weights += kGroup * num_k * element_bytes(kFormat);
   }
   for (int r = 0; r < R; ++r) {
@@ -163,14 +164,14 @@ void gate_up_few_all(const ExpertRows& rows, int begin, int end,
 template <class S, Format kFormat>
 void down_few_all(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
                   float* act_fp32) {
-  int columns = rows.expert.shape->columns;
-  for (size_t i = 0; i < size_t(rows.num_rows) * columns; ++i)
+  int stride = rows.expert.shape->act_stride();
+  for (size_t i = 0; i < size_t(rows.num_rows) * stride; ++i)
     act_fp32[i] = bf16_to_float(rows.act[i]);
   for (int group = begin; group < end; ++group, y += kGroup)
     for_row_chunks(rows.num_rows, [&](auto count, int first) {
       constexpr int R = decltype(count)::value;
       const float* x[R];
-      for (int r = 0; r < R; ++r) x[r] = act_fp32 + size_t(first + r) * columns;
+      for (int r = 0; r < R; ++r) x[r] = act_fp32 + size_t(first + r) * stride;
       down_few<S, kFormat, R>(rows, first, group, x, y, y_stride);
     });
 }
@@ -179,7 +180,7 @@ void down_few_all(const ExpertRows& rows, int begin, int end, float* y, size_t y
 template <class S>
 struct VectorKernels {
   static size_t scratch_bytes(const LayerShape& shape, int max_rows) {
-    return size_t(max_rows) * shape.columns * sizeof(float);
+    return size_t(max_rows) * shape.act_stride() * sizeof(float);
   }
   static void gate_up(const ExpertRows& rows, int begin, int end,
                       const HiddenRows& hidden, uint8_t*) {

@@ -23,7 +23,7 @@ struct ExpertRows {
   int num_rows;
   const int* tokens;
   const float* weights;
-  uint16_t* act;  // [num_rows][columns] bf16
+  uint16_t* act;  // [num_rows][shape.act_stride()] bf16, padding is zero
 };
 
 // The call's input in both forms.
@@ -45,8 +45,7 @@ struct KernelTable {
   // [begin, end).
   void (*down)(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
                uint8_t* scratch);
-  // Runs on each worker before and after its part of a call; may be null.
-  void (*enter)();
+  // Runs on each worker after its part of a phase; may be null.
   void (*leave)();
 };
 

@@ -19,8 +19,7 @@ const KernelTable* avx2_kernels() {
   using Kernels = VectorKernels<Avx2Simd>;
   static const KernelTable table = {
       "avx2",           1 << 30,       Kernels::scratch_bytes,
-      Kernels::gate_up, Kernels::down, nullptr,
-      nullptr};
+      Kernels::gate_up, Kernels::down, nullptr};
   bool has_them = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   return has_them ? &table : nullptr;
 }

@@ -19,8 +19,7 @@ const KernelTable* avx512_kernels() {
   using Kernels = VectorKernels<Avx512Simd>;
   static const KernelTable table = {
       "avx512",          1 << 30,       Kernels::scratch_bytes,
-      Kernels::gate_up, Kernels::down, nullptr,
-      nullptr};
+      Kernels::gate_up, Kernels::down, nullptr};
   bool has_them = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                   __builtin_cpu_supports("fma");
   return has_them ? &table : nullptr;

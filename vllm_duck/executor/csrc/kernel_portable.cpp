@@ -10,8 +10,7 @@ const KernelTable* portable_kernels() {
   using Kernels = VectorKernels<PortableSimd>;
   static const KernelTable table = {
       "portable",       1 << 30,       Kernels::scratch_bytes,
-      Kernels::gate_up, Kernels::down, nullptr,
-      nullptr};
+      Kernels::gate_up, Kernels::down, nullptr};
   return &table;
 }
 

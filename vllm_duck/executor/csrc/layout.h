@@ -52,6 +52,15 @@ struct KAxis {
     int at = (segment + 1) * kBlock - phase;
     return at > length ? length : at;
   }
+
+  // Activations are kept with each segment padded by zeros to whole tiles, so that a
+  // tile of 32 never reaches into a neighbour.
+  int padded_begin(int segment) const {
+    int at = 0;
+    for (int s = 0; s < segment; ++s) at += ceil_div(end(s) - begin(s), kTileK) * kTileK;
+    return at;
+  }
+  int padded_length() const { return padded_begin(num_segments()); }
 };
 
 struct LayerShape {
@@ -63,6 +72,13 @@ struct LayerShape {
 
   KAxis gate_up_axis() const { return {hidden, 0}; }
   KAxis down_axis() const { return {columns, column_phase}; }
+  int act_stride() const { return down_axis().padded_length(); }
+  // Where column group `group` lies in a row of activations.
+  int act_offset(int group) const {
+    int segment = (column_phase + group * kGroup) / kBlock;
+    KAxis axis = down_axis();
+    return axis.padded_begin(segment) + group * kGroup - axis.begin(segment);
+  }
   int column_groups() const { return columns / kGroup; }
   int hidden_groups() const { return hidden / kGroup; }
   int column_blocks() const { return ceil_div(column_phase + columns, kBlock); }

@@ -1,0 +1,368 @@
+// Kernels for the AMX tile unit, for any number of rows: weights become bf16 tiles in
+// the L1 cache, segment by segment, and are multiplied with all rows.
+#include "kernel.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstring>
+#pragma GCC target("avx512f,avx512bw,avx512vl,fma")
+
+#include "amx_tiles.h"
+#include "silu.h"
+#include "simd_avx512.h"
+
+namespace duck {
+namespace {
+
+// Column groups that share one copy of the activations: 4 of them with gate and up are
+// 32 KiB of tiles, two thirds of an L1 cache.
+constexpr int kMaxGroups = 4;
+constexpr int kSegmentTileBytes = kTilesPerSegment * kTileBytes;
+constexpr int kPrefetchBytes = 4096;
+
+// How many rows a tile gets: as even as possible, so 17 rows are 9 and 9, not 16 and 16.
+struct RowTiles {
+  int num_tiles, rows_per_tile;
+
+  explicit RowTiles(int num_rows)
+      : num_tiles(ceil_div(num_rows, kTileRows)),
+        rows_per_tile(ceil_div(num_rows, num_tiles)) {}
+  int padded_rows() const { return num_tiles * rows_per_tile; }
+};
+
+template <bool kAnyZeroExponent>
+void convert_tile(const uint8_t* source, int num_steps, uint8_t* tile) {
+  for (int step = 0; step < num_steps; ++step) {
+    const uint8_t* at = source + step * 64;
+    Avx512Simd::prefetch(at + kPrefetchBytes);
+    __m512i pairs[2];
+    Avx512Simd::decode_e4m3_pairs<kAnyZeroExponent>(at, pairs);
+    _mm512_store_si512(tile + step * 128, pairs[0]);
+    _mm512_store_si512(tile + step * 128 + 64, pairs[1]);
+  }
+}
+
+// Returns where the segment's tiles are: in `tiles`, or bf16 weights in place.
+const uint8_t* convert_segment(Format format, const uint8_t* source, int num_k,
+                               unsigned mark, uint8_t* tiles) {
+  bool has_tail = num_k % kTileK != 0;
+  if (format == Format::kBf16 && !has_tail) return source;
+  int num_tiles = ceil_div(num_k, kTileK);
+  if (has_tail) std::memset(tiles + (num_tiles - 1) * kTileBytes, 0, kTileBytes);
+  if (format == Format::kBf16) {
+    std::memcpy(tiles, source, size_t(num_k) * kGroup * 2);
+    return tiles;
+  }
+  for (int t = 0; t < num_tiles; ++t) {
+    int tile_k = t == num_tiles - 1 ? num_k - t * kTileK : kTileK;
+    auto* convert = mark >> t & 1 ? convert_tile<true> : convert_tile<false>;
+    convert(source + t * kTileK * kGroup, tile_k / kStepK, tiles + t * kTileBytes);
+  }
+  return tiles;
+}
+
+// Products of up to two row tiles with one or two matrices over one segment.
+struct Products {
+  alignas(64) float c[2][2][kTileRows][kGroup];  // [row tile][matrix][row][column]
+};
+
+struct Activations {
+  const uint8_t* data;  // of the first row tile, at the segment
+  ptrdiff_t row_bytes;
+  ptrdiff_t tile_bytes;      // from one 32-wide tile to the next
+  ptrdiff_t row_tile_bytes;  // from one row tile to the next
+};
+
+template <int kRowTiles, int kMatrices>
+inline void multiply(const Activations& a, const uint8_t* const b[2], int num_tiles,
+                     Products* out) {
+  tile_zero<0>();
+  tile_zero<1>();
+  tile_zero<2>();
+  tile_zero<3>();
+  for (int t = 0; t < num_tiles; ++t) {
+    const uint8_t* at = a.data + t * a.tile_bytes;
+    tile_load<4>(at, a.row_bytes);
+    tile_load<6>(b[0] + t * kTileBytes, kTileRowBytes);
+    tile_multiply<0, 4, 6>();
+    if (kMatrices == 2) {
+      tile_load<7>(b[1] + t * kTileBytes, kTileRowBytes);
+      tile_multiply<1, 4, 7>();
+    }
+    if (kRowTiles == 2) {
+      tile_load<5>(at + a.row_tile_bytes, a.row_bytes);
+      tile_multiply<2, 5, 6>();
+      if (kMatrices == 2) tile_multiply<3, 5, 7>();
+    }
+  }
+  tile_store<0>(out->c[0][0], kTileRowBytes);
+  if (kMatrices == 2) tile_store<1>(out->c[0][1], kTileRowBytes);
+  if (kRowTiles == 2) tile_store<2>(out->c[1][0], kTileRowBytes);
+  if (kRowTiles == 2 && kMatrices == 2) tile_store<3>(out->c[1][1], kTileRowBytes);
+}
+
+inline void multiply_any(int row_tiles, int matrices, const Activations& a,
+                         const uint8_t* const b[2], int num_tiles, Products* out) {
+  if (row_tiles == 2)
+    matrices == 2 ? multiply<2, 2>(a, b, num_tiles, out)
+                  : multiply<2, 1>(a, b, num_tiles, out);
+  else
+    matrices == 2 ? multiply<1, 2>(a, b, num_tiles, out)
+                  : multiply<1, 1>(a, b, num_tiles, out);
+}
+
+// total[row][matrix] += scale * product, for the rows of `row_tiles` row tiles.
+inline void add_scaled(const Products& products, int row_tiles, int rows_per_tile,
+                       int matrices, const float scale[2], float* total) {
+  for (int rt = 0; rt < row_tiles; ++rt)
+    for (int r = 0; r < rows_per_tile; ++r, total += 2 * kGroup)
+      for (int m = 0; m < matrices; ++m) {
+        __m512 product = _mm512_load_ps(products.c[rt][m][r]);
+        float* at = total + m * kGroup;
+        _mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at),
+                                          _mm512_mul_ps(_mm512_set1_ps(scale[m]),
+                                                        product)));
+      }
+}
+
+// Copies k of one segment of each row's input: [tile][row][32], padded with zeros.
+void gather_segment(const ExpertRows& rows, const uint16_t* hidden, int k, int num_k,
+                    int padded_rows, uint8_t* out) {
+  int stride = rows.expert.shape->hidden;
+  int num_tiles = ceil_div(num_k, kTileK);
+  for (int r = 0; r < rows.num_rows; ++r) {
+    const uint16_t* row = hidden + size_t(rows.tokens[r]) * stride + k;
+    for (int t = 0; t < num_tiles; ++t) {
+      int left = num_k - t * kTileK;
+      __mmask32 mask = left >= kTileK ? ~0u : (1u << left) - 1;
+      __m512i values = _mm512_maskz_loadu_epi16(mask, row + t * kTileK);
+      _mm512_store_si512(out + (size_t(t) * padded_rows + r) * kTileRowBytes, values);
+    }
+    Avx512Simd::prefetch(row + kBlock);
+  }
+}
+
+struct GateUpScratch {
+  uint8_t* panel;  // [tile of the segment][padded row][32] bf16
+  uint8_t* tiles;  // [group][gate, up][tile]
+  float* totals;   // [group][padded row][gate, up][16]
+
+  GateUpScratch(uint8_t* scratch, int padded_rows)
+      : panel(scratch),
+        tiles(panel + size_t(kSegmentTileBytes / kTileRows) * padded_rows),
+        totals(reinterpret_cast<float*>(tiles + kMaxGroups * 2 * kSegmentTileBytes)) {}
+  static size_t bytes(int padded_rows) {
+    return size_t(padded_rows) * (kSegmentTileBytes / kTileRows + kMaxGroups * 128) +
+           kMaxGroups * 2 * kSegmentTileBytes;
+  }
+};
+
+// One segment of `num_groups` groups from `first_group` on, all rows.
+void gate_up_segment(const ExpertRows& rows, const RowTiles& row_tiles, int first_group,
+                     int num_groups, int segment, const GateUpScratch& scratch) {
+  const ExpertView& expert = rows.expert;
+  KAxis axis = expert.shape->gate_up_axis();
+  int k = axis.begin(segment), num_k = axis.end(segment) - k;
+  int bytes = element_bytes(expert.shape->format);
+  int num_tiles = ceil_div(num_k, kTileK), per_tile = row_tiles.rows_per_tile;
+  const uint8_t* b[kMaxGroups][2];
+  float scales[kMaxGroups][2];
+  for (int g = 0; g < num_groups; ++g) {
+    int group = first_group + g;
+    scales[g][0] = expert.gate_scales(group)[segment];
+    scales[g][1] = expert.up_scales(group)[segment];
+    for (int m = 0; m < 2; ++m)
+      b[g][m] = convert_segment(
+          expert.shape->format,
+          expert.gate_up(group) + size_t(kGroup) * bytes * (2 * k + m * num_k), num_k,
+          expert.gate_up_marks(group)[2 * segment + m],
+          scratch.tiles + (2 * g + m) * kSegmentTileBytes);
+  }
+  ptrdiff_t panel_tile = ptrdiff_t(row_tiles.padded_rows()) * kTileRowBytes;
+  Products products;
+  for (int rt = 0; rt < row_tiles.num_tiles; rt += 2) {
+    int pair = rt + 1 < row_tiles.num_tiles ? 2 : 1;
+    int row = rt * per_tile;
+    Activations a = {scratch.panel + row * kTileRowBytes, kTileRowBytes, panel_tile,
+                     per_tile * kTileRowBytes};
+    for (int g = 0; g < num_groups; ++g) {
+      float* total =
+          scratch.totals + (size_t(g) * row_tiles.padded_rows() + row) * 2 * kGroup;
+      multiply_any(pair, 2, a, b[g], num_tiles, &products);
+      add_scaled(products, pair, per_tile, 2, scales[g], total);
+    }
+  }
+}
+
+void gate_up(const ExpertRows& rows, int begin, int end, const HiddenRows& hidden,
+             uint8_t* scratch_at) {
+  const LayerShape& shape = *rows.expert.shape;
+  KAxis axis = shape.gate_up_axis();
+  RowTiles row_tiles(rows.num_rows);
+  int padded_rows = row_tiles.padded_rows();
+  GateUpScratch scratch(scratch_at, padded_rows);
+  tile_configure(row_tiles.rows_per_tile);
+  for (int first = begin; first < end; first += kMaxGroups) {
+    int num_groups = end - first < kMaxGroups ? end - first : kMaxGroups;
+    std::memset(scratch.totals, 0, size_t(num_groups) * padded_rows * 128);
+    for (int s = 0; s < axis.num_segments(); ++s) {
+      int k = axis.begin(s);
+      gather_segment(rows, hidden.bf16, k, axis.end(s) - k, padded_rows, scratch.panel);
+      gate_up_segment(rows, row_tiles, first, num_groups, s, scratch);
+    }
+    for (int g = 0; g < num_groups; ++g) {
+      uint16_t* act = rows.act + shape.act_offset(first + g);
+      const float* total = scratch.totals + size_t(g) * padded_rows * 2 * kGroup;
+      for (int r = 0; r < rows.num_rows; ++r, total += 2 * kGroup)
+        silu_mul_group(total, total + kGroup, act + size_t(r) * shape.act_stride());
+    }
+  }
+}
+
+// y += topk weight * total, for the two row tiles from row `first_row` on.
+void add_to_tokens(const ExpertRows& rows, int first_row, int num_rows, int matrices,
+                   const float* total, float* y, size_t y_stride) {
+  if (first_row + num_rows > rows.num_rows) num_rows = rows.num_rows - first_row;
+  for (int r = first_row; r < first_row + num_rows; ++r, total += 2 * kGroup) {
+    __m512 weight = _mm512_set1_ps(rows.weights[r]);
+    float* out = y + rows.tokens[r] * y_stride;
+    for (int m = 0; m < matrices; ++m) {
+      __m512 sum = _mm512_loadu_ps(out + m * kGroup);
+      __m512 term = _mm512_mul_ps(weight, _mm512_load_ps(total + m * kGroup));
+      _mm512_storeu_ps(out + m * kGroup, _mm512_add_ps(sum, term));
+    }
+  }
+}
+
+// One or two groups for all rows; b[group][segment] are their tiles.
+void down_groups(const ExpertRows& rows, const RowTiles& row_tiles, int first_group,
+                 int matrices, const uint8_t* const (*b)[2], float* y, size_t y_stride) {
+  const LayerShape& shape = *rows.expert.shape;
+  KAxis axis = shape.down_axis();
+  const float* scales[2] = {rows.expert.down_scales(first_group),
+                            rows.expert.down_scales(first_group + matrices - 1)};
+  ptrdiff_t row_bytes = ptrdiff_t(shape.act_stride()) * 2;
+  int per_tile = row_tiles.rows_per_tile;
+  Products products;
+  alignas(64) float total[2 * kTileRows * 2 * kGroup];
+  for (int rt = 0; rt < row_tiles.num_tiles; rt += 2) {
+    int pair = rt + 1 < row_tiles.num_tiles ? 2 : 1;
+    int row = rt * per_tile, at = 0;
+    std::memset(total, 0, size_t(pair) * per_tile * 2 * kGroup * sizeof(float));
+    for (int s = 0; s < axis.num_segments(); ++s) {
+      int num_tiles = ceil_div(axis.end(s) - axis.begin(s), kTileK);
+      auto* data = reinterpret_cast<const uint8_t*>(rows.act) + row * row_bytes + at * 2;
+      Activations a = {data, row_bytes, kTileRowBytes, per_tile * row_bytes};
+      float scale[2] = {scales[0][s], scales[1][s]};
+      multiply_any(pair, matrices, a, b[s], num_tiles, &products);
+      add_scaled(products, pair, per_tile, matrices, scale, total);
+      at += num_tiles * kTileK;
+    }
+    add_to_tokens(rows, row, pair * per_tile, matrices, total, y, y_stride);
+  }
+}
+
+size_t down_scratch_bytes(const LayerShape& shape) {
+  size_t segments = shape.down_axis().num_segments();
+  return segments * (2 * kSegmentTileBytes + 2 * sizeof(uint8_t*));
+}
+
+void down(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
+          uint8_t* scratch) {
+  const ExpertView& expert = rows.expert;
+  Format format = expert.shape->format;
+  KAxis axis = expert.shape->down_axis();
+  int segments = axis.num_segments();
+  RowTiles row_tiles(rows.num_rows);
+  tile_configure(row_tiles.rows_per_tile);
+  auto* b = reinterpret_cast<const uint8_t*(*)[2]>(scratch +
+                                                   segments * 2 * kSegmentTileBytes);
+  for (int group = begin; group < end; group += 2, y += 2 * kGroup) {
+    int matrices = group + 1 < end ? 2 : 1;
+    for (int m = 0; m < matrices; ++m)
+      for (int s = 0; s < segments; ++s) {
+        int k = axis.begin(s), num_k = axis.end(s) - k;
+        b[s][m] = convert_segment(
+            format,
+            expert.down(group + m) + size_t(kGroup) * element_bytes(format) * k, num_k,
+            expert.down_marks(group + m)[s],
+            scratch + (2 * s + m) * kSegmentTileBytes);
+      }
+    down_groups(rows, row_tiles, group, matrices, b, y, y_stride);
+  }
+}
+
+size_t scratch_bytes(const LayerShape& shape, int max_rows) {
+  size_t gate_up = GateUpScratch::bytes(max_rows + kTileRows);
+  size_t down = down_scratch_bytes(shape);
+  return gate_up > down ? gate_up : down;
+}
+
+bool cpu_has_amx_bf16() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  return (d & kBf16) && (d & kTile) && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl");
+}
+
+// The kernel gives a process the big tile state only when asked.
+bool os_grants_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+// The unit's order of additions is not architecturally nailed down well enough to bet
+// a model's bits on it: try it once, and leave a CPU that differs to AVX-512.
+bool adds_in_our_order() {
+  alignas(64) uint16_t a[32], b[16][kGroup][2];
+  alignas(64) float c[kGroup];
+  uint32_t state = 1;
+  auto next = [&] {
+    state = state * 1664525u + 1013904223u;
+    // 2^-8 .. 2^8 with random mantissas and signs.
+    return uint16_t((state >> 31 << 15) | ((119 + (state >> 20) % 17) << 7) |
+                    (state >> 8 & 0x7f));
+  };
+  for (int trial = 0; trial < 16; ++trial) {
+    for (auto& value : a) value = next();
+    for (auto& row : b)
+      for (auto& pair : row)
+        for (auto& value : pair) value = next();
+    tile_configure(1);
+    tile_load<4>(a, kTileRowBytes);
+    tile_load<6>(b, kTileRowBytes);
+    tile_multiply<0, 4, 6>();
+    tile_multiply<0, 4, 6>();
+    tile_store<0>(c, kTileRowBytes);
+    tile_release();
+    for (int i = 0; i < kGroup; ++i) {
+      float even = 0, odd = 0;
+      for (int p = 0; p < 16; ++p) {
+        even += bf16_to_float(a[2 * p]) * bf16_to_float(b[p][i][0]);
+        odd += bf16_to_float(a[2 * p + 1]) * bf16_to_float(b[p][i][1]);
+      }
+      float once = even + odd;
+      if (c[i] != once + once) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+const KernelTable* amx_kernels() {
+  static const KernelTable table = {"amx", 0, scratch_bytes, gate_up, down, tile_release};
+  static const bool usable =
+      cpu_has_amx_bf16() && os_grants_tiles() && adds_in_our_order();
+  return usable ? &table : nullptr;
+}
+
+}  // namespace duck
+#else
+const duck::KernelTable* duck::amx_kernels() { return nullptr; }
+#endif
