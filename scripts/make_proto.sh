@@ -1,7 +1,8 @@
 #!/bin/sh
 # Regenerates vllm_duck/executor/duck_pb2*.py[i] from protos/duck/v1/duck.proto.
 #
-# usage: scripts/make_proto.sh [OUTPUT_ROOT]      (default: the repository root)
+#   scripts/make_proto.sh [OUTPUT_ROOT]     OUTPUT_ROOT defaults to the repository
+#   BIN=.venv/bin scripts/make_proto.sh
 #
 # Needs grpcio-tools==1.78.0, the oldest that we support: generated code refuses to
 # import on an older protobuf or grpcio than the one it was generated with, and it is
@@ -10,7 +11,7 @@ set -eu
 
 cd "$(dirname "$0")/.."
 output_root="${1:-.}"
-"${PYTHON:-python}" -m grpc_tools.protoc \
+"${BIN:+$BIN/}python" -m grpc_tools.protoc \
     -Ivllm_duck/executor=protos/duck/v1 \
     --python_out="$output_root" \
     --pyi_out="$output_root" \

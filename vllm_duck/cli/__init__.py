@@ -1,5 +1,54 @@
-"""The `vllm-duck` command."""
+"""The `vllm-duck` command: one module per subcommand."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from vllm_duck.cli import plan, serve, status, up
+from vllm_duck.errors import DuckError
+
+_COMMANDS = (serve, up, plan, status)
+
+_EPILOG = """\
+A first try, all on one machine:
+
+  vllm-duck up MODEL --ducks 2
+
+It prints a line VLLM_DUCK_ENDPOINTS=... to put before `vllm serve MODEL`.
+
+On several machines: `vllm-duck plan` says what each duck will hold,
+`vllm-duck serve` runs on each of them, `vllm-duck status` looks at them.
+"""
 
 
-def main() -> int:
-    raise SystemExit("vllm-duck: no command yet")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    # SIGTERM does what Ctrl-C does: everything ends in order, with exit code 0.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        return 0
+    except DuckError as error:
+        print(f"vllm-duck: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-duck",
+        description="Ducks hold the routed experts of DeepSeek-V3.2 for vLLM.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

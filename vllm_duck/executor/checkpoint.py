@@ -118,11 +118,13 @@ class Checkpoint:
             return "bf16"
         if not isinstance(quantization, Mapping):
             quantization = {}
-        got = (quantization.get("quant_method"), quantization.get("weight_block_size"))
-        if got != ("fp8", [128, 128]):
+        method = quantization.get("quant_method")
+        block_shape = quantization.get("weight_block_size")
+        if method != "fp8" or block_shape != [128, 128]:
             raise DuckCheckpointError(
-                f"{self.model_dir}: experts must be bf16, or fp8 with weight_block_size "
-                f"[128, 128]; quantization_config says {got[0]} with {got[1]}"
+                f"{self.model_dir}: experts must be bf16, or fp8 with "
+                "weight_block_size [128, 128]; quantization_config says "
+                f"{method} with {block_shape}"
             )
         return "e4m3-block128"
 

@@ -10,12 +10,11 @@ Invariants, pinned by tests:
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection
 from queue import SimpleQueue
-from typing import TypeVar
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from vllm_duck.errors import DuckError, DuckProtocolError, DuckTimeout, DuckUnavailable
 from vllm_duck.executor.codec import (
@@ -34,19 +33,18 @@ from vllm_duck.executor.duck import (
 )
 from vllm_duck.executor.endpoints import check_endpoint
 from vllm_duck.executor.grpc_errors import error_of_reply, error_of_rpc
-from vllm_duck.executor.process import all_cpus, set_thread_cpus
+from vllm_duck.executor.process import allowed_cpus, run_on_cpus
 from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.executor.wire import (
     DESCRIBE_METHOD,
     FORWARD_METHOD,
     MAX_MESSAGE_BYTES,
+    SERVICE,
     TOKEN_METADATA_KEY,
     TOKEN_PREFIX,
 )
 
 DEFAULT_DEADLINE_S = 30.0
-
-_T = TypeVar("_T")
 
 _CHANNEL_OPTIONS = [
     # The defaults of 4 MiB do not hold a prefill chunk.
@@ -61,6 +59,10 @@ _CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # The default grows to two minutes; a duck that is back is wanted at once.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     # Ducks are on the local network: a proxy from the environment is never meant.
     ("grpc.enable_http_proxy", 0),
 ]
@@ -87,8 +89,8 @@ class GrpcDuck:
         self._deadline_s = deadline_s
         self._reply_dtype: ReplyDtype = reply_dtype
         self._security = security or ClientSecurity()
-        self._io_cpus = io_cpus or all_cpus()
-        self._channel = _run_on_cpus(self._open_channel, self._io_cpus)
+        self._io_cpus = io_cpus or allowed_cpus()
+        self._channel = run_on_cpus(self._open_channel, self._io_cpus)
         self._request_ids = itertools.count(1)
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -115,6 +117,21 @@ class GrpcDuck:
             raise error_of_rpc(self._name, error) from error
         return decode_info(message)
 
+    def health(self) -> str:
+        """Ask the standard health service: "SERVING" or "NOT_SERVING".
+
+        Raises:
+            DuckTransportError: nothing answers there before the deadline.
+        """
+        try:
+            reply = health_pb2_grpc.HealthStub(self._channel).Check(
+                health_pb2.HealthCheckRequest(service=SERVICE),
+                timeout=self._deadline_s,
+            )
+        except grpc.RpcError as error:
+            raise error_of_rpc(self._name, error) from error
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
     def start(self, request: MoeRequest) -> PendingReply:
         return self.start_encoded(
             encode_request(
@@ -136,7 +153,7 @@ class GrpcDuck:
                 raise _renewed(self._end_reason)
             self._pending[encoded.request_id] = pending
             if not self._is_stream_open:
-                _run_on_cpus(self._open_stream, self._io_cpus)
+                run_on_cpus(self._open_stream, self._io_cpus)
                 self._is_stream_open = True
         self._outbox.put(encoded.message)
         return pending
@@ -263,18 +280,3 @@ def _renewed(error: DuckError) -> DuckError:
     copy = type(error)(str(error))
     copy.__cause__ = error.__cause__
     return copy
-
-
-def _run_on_cpus(function: Callable[[], _T], cpus: Collection[int]) -> _T:
-    """Run a function in a thread of its own, on these cpus.
-
-    Threads inherit the affinity of the thread that starts them, so what the function
-    starts runs on these cpus too, and the caller keeps its own affinity.
-    """
-
-    def run() -> _T:
-        set_thread_cpus(cpus)
-        return function()
-
-    with ThreadPoolExecutor(1, "duck-open") as pool:
-        return pool.submit(run).result()

@@ -144,7 +144,7 @@ def encode_reply(
 def encode_refusal(request_id: int, status: ReplyStatus, *, error: str) -> bytes:
     """Write a reply that says why there is no partial sum."""
     return duck_pb2.ForwardReply(
-        request_id=request_id, status=int(status), error=error
+        request_id=request_id, status=duck_pb2.Status.Name(status), error=error
     ).SerializeToString()
 
 
@@ -215,9 +215,7 @@ def decode_info(message: bytes) -> DuckInfo:
         protocol_version=wire.protocol_version,
         model_fingerprint=wire.model_fingerprint,
         layer_ids=tuple(wire.layer_ids),
-        shard=Shard(
-            shard.column_lo, shard.column_hi, shard.expert_lo, shard.expert_hi
-        ),
+        shard=Shard(shard.column_lo, shard.column_hi, shard.expert_lo, shard.expert_hi),
         hidden_size=wire.hidden_size,
         moe_intermediate_size=wire.moe_intermediate_size,
         n_routed_experts=wire.n_routed_experts,

@@ -6,6 +6,7 @@ Invariants, pinned by tests:
 """
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_duck.errors import DuckConfigError, DuckProtocolError
+from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
 from vllm_duck.executor.bf16 import bf16_to_f32
 from vllm_duck.executor.client import DEFAULT_DEADLINE_S, GrpcDuck
 from vllm_duck.executor.codec import encode_request
@@ -35,6 +36,7 @@ from vllm_duck.executor.shards import check_tiling
 
 # Calls that the medians of the statistics look back on.
 _STATISTICS_WINDOW = 4096
+_CONNECT_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class DuckStatistics:
 class Fleet:
     """The ducks that together hold the model, in duck order."""
 
-    def __init__(self, ducks: Sequence[Duck], *, reply_dtype: ReplyDtype = "bf16") -> None:
+    def __init__(
+        self, ducks: Sequence[Duck], *, reply_dtype: ReplyDtype = "bf16"
+    ) -> None:
         if not ducks:
             raise DuckConfigError("a fleet needs at least one duck; set duck.endpoints")
         self._ducks = tuple(ducks)
@@ -66,12 +70,15 @@ class Fleet:
         endpoints: Sequence[str],
         *,
         expect: ModelSummary | None = None,
+        connect_s: float = 0.0,
         deadline_s: float = DEFAULT_DEADLINE_S,
         reply_dtype: ReplyDtype = "bf16",
         security: ClientSecurity | None = None,
         io_cpus: Collection[int] | None = None,
     ) -> "Fleet":
         """Connect to every duck and check that together they are the model.
+
+        connect_s: how long to wait for ducks that are not up yet.
 
         Raises:
             DuckConfigError: the ducks do not tile the model, or are of another one.
@@ -90,7 +97,7 @@ class Fleet:
                 undo.callback(duck.close)
                 ducks.append(duck)
             fleet = cls(ducks, reply_dtype=reply_dtype)
-            fleet.check(expect)
+            fleet.check(expect, connect_s=connect_s)
             undo.pop_all()
         return fleet
 
@@ -98,23 +105,28 @@ class Fleet:
     def ducks(self) -> tuple[Duck, ...]:
         return self._ducks
 
-    def describe(self) -> list[DuckInfo]:
-        """Ask every duck, all at once, what it holds.
+    def describe(self, *, connect_s: float = 0.0) -> list[DuckInfo]:
+        """Ask every duck, all at once, what it holds; wait for those not up yet.
 
         Raises:
             DuckTransportError: the first duck in order that does not answer well.
         """
+        give_up_s = time.monotonic() + connect_s
         with ThreadPoolExecutor(len(self._ducks), "duck-describe") as pool:
-            return list(pool.map(lambda duck: duck.describe(), self._ducks))
+            return list(
+                pool.map(lambda duck: _describe_until(duck, give_up_s), self._ducks)
+            )
 
-    def check(self, expect: ModelSummary | None = None) -> list[DuckInfo]:
+    def check(
+        self, expect: ModelSummary | None = None, *, connect_s: float = 0.0
+    ) -> list[DuckInfo]:
         """Check that the ducks are of one protocol and model, and tile it exactly.
 
         Raises:
             DuckProtocolError: a duck of another protocol version.
             DuckConfigError: a duck of another model, a gap or an overlap.
         """
-        infos = self.describe()
+        infos = self.describe(connect_s=connect_s)
         names = [duck.name for duck in self._ducks]
         for name, info in zip(names, infos, strict=True):
             _check_version(name, info)
@@ -230,9 +242,21 @@ class _CallLog:
         )
 
 
+def _describe_until(duck: Duck, give_up_s: float) -> DuckInfo:
+    while True:
+        try:
+            return duck.describe()
+        except DuckUnavailable:
+            if time.monotonic() >= give_up_s:
+                raise
+        time.sleep(_CONNECT_POLL_S)
+
+
 def _partial_f32(reply: MoeReply) -> npt.NDArray[np.float32]:
     partial = reply.partial
-    return partial if partial.dtype == np.float32 else bf16_to_f32(partial)
+    if partial.dtype == np.uint16:
+        return bf16_to_f32(partial.view(np.uint16))
+    return partial.view(np.float32)
 
 
 def _check_version(name: str, info: DuckInfo) -> None:

@@ -44,7 +44,7 @@ class Kernel:
         self._lock = threading.Lock()
 
     def answer(self, call: DecodedRequest, *, arrival_ns: int) -> bytes:
-        """Compute one request; whatever goes wrong becomes a status for this request."""
+        """Compute one request; whatever goes wrong becomes the status of its reply."""
         try:
             with self._lock:
                 start_ns = time.perf_counter_ns()

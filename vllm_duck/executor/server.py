@@ -121,7 +121,7 @@ class DuckServer:
             self._health.set(service, status)
 
 
-class _TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
+class _TokenInterceptor(grpc.ServerInterceptor):
     """Lets only calls with the shared token through; health stays open for probes."""
 
     def __init__(self, token: str) -> None:

@@ -174,7 +174,9 @@ def _contains(outer: Shard, inner: Shard) -> bool:
 
 def _checked_weights(num_ducks: int, weights: Sequence[float] | None) -> list[float]:
     if num_ducks < 1:
-        raise DuckConfigError(f"the number of ducks must be at least 1, got {num_ducks}")
+        raise DuckConfigError(
+            f"the number of ducks must be at least 1, got {num_ducks}"
+        )
     if weights is None:
         return [1.0] * num_ducks
     if len(weights) != num_ducks or not all(0 < w < float("inf") for w in weights):

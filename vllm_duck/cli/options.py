@@ -1,0 +1,115 @@
+"""Options that several subcommands share, and how their values are read."""
+
+import argparse
+import os
+from pathlib import Path
+
+from vllm_duck.errors import DuckConfigError
+from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.shards import ShardPlan
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="directory of a DeepSeek-V3.2 checkpoint (config.json and safetensors)",
+    )
+
+
+def add_server_security(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "who may call",
+        "Sockets and loopback are open to this machine. Any other address needs TLS, "
+        "a token, or --insecure.",
+    )
+    group.add_argument(
+        "--token-file", metavar="FILE", help="hosts must send the secret in this file"
+    )
+    group.add_argument(
+        "--tls-cert", metavar="FILE", help="PEM certificate of this duck; turns TLS on"
+    )
+    group.add_argument("--tls-key", metavar="FILE", help="PEM key of --tls-cert")
+    group.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="PEM authority of the hosts: they must show a certificate too",
+    )
+    group.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen beyond this machine without TLS or token",
+    )
+
+
+def add_split(parser: argparse.ArgumentParser) -> None:
+    """The options that make a plan for several ducks."""
+    parser.add_argument(
+        "--ducks", type=positive_int, metavar="N", help="number of ducks (default: 2)"
+    )
+    parser.add_argument(
+        "--weights",
+        type=weights,
+        metavar="W,W,...",
+        help="relative shares, for unequal machines: 2,1,1 gives the first one half",
+    )
+
+
+def make_plan(
+    checkpoint: Checkpoint, *, num_ducks: int, shares: list[float] | None
+) -> ShardPlan:
+    return ShardPlan.even(
+        num_ducks,
+        num_columns=checkpoint.moe_intermediate_size,
+        num_experts=checkpoint.n_routed_experts,
+        weights=shares,
+    )
+
+
+def read_plan(path: str, checkpoint: Checkpoint) -> ShardPlan:
+    """Read a plan file and check that it is for this model.
+
+    Raises:
+        DuckConfigError: the file is unreadable, no plan, or for other sizes.
+    """
+    try:
+        plan = ShardPlan.from_json(Path(path).read_text())
+    except OSError as error:
+        raise DuckConfigError(f"cannot read --plan {path}: {error.strerror}") from error
+    got = (plan.moe_intermediate_size, plan.n_routed_experts)
+    expected = (checkpoint.moe_intermediate_size, checkpoint.n_routed_experts)
+    if got != expected:
+        raise DuckConfigError(
+            f"--plan {path} is for {got[0]} columns and {got[1]} experts, the model "
+            f"has {expected[0]} and {expected[1]}; make one with `vllm-duck plan`"
+        )
+    return plan
+
+
+def positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def int_range(text: str) -> tuple[int, int]:
+    """Read "LO:HI"."""
+    low, separator, high = text.partition(":")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"must be LO:HI, got {text!r}")
+    return int(low), int(high)
+
+
+def weights(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def cpu_set(text: str) -> set[int]:
+    return {int(part) for part in text.split(",")}
+
+
+def default_endpoints() -> list[str]:
+    """What VLLM_DUCK_ENDPOINTS names, as the host reads it."""
+    value = os.environ.get("VLLM_DUCK_ENDPOINTS", "")
+    return [part.strip() for part in value.split(",") if part.strip()]

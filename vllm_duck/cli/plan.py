@@ -1,0 +1,41 @@
+"""`vllm-duck plan`: who would hold what, as JSON, and how many bytes that is."""
+
+import argparse
+import sys
+
+from vllm_duck.cli import options
+from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.loader import shard_bytes
+
+_EPILOG = """\
+  $ vllm-duck plan MODEL --ducks 32                 equal shards
+  $ vllm-duck plan MODEL --ducks 3 --weights 2,1,1  the first machine has twice the RAM
+
+The JSON goes to stdout, the sizes to stderr. A plan may be edited: columns in steps of
+16, experts as you like, as long as all shards tile the model; `serve --plan` checks it.
+"""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="split a model between ducks",
+        description="Print a shard plan, and the bytes of each duck.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_model(parser)
+    options.add_split(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    checkpoint = Checkpoint(args.model)
+    plan = options.make_plan(checkpoint, num_ducks=args.ducks or 2, shares=args.weights)
+    print(plan.to_json(), end="")
+    for index, shard in enumerate(plan.shards):
+        num_bytes = shard_bytes(checkpoint.summary, shard)
+        print(f"duck {index}: {num_bytes / 1e9:.3f} GB, {shard}", file=sys.stderr)
+    return 0

@@ -1,0 +1,199 @@
+"""`vllm-duck serve`: load one shard and serve it until it is told to stop."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from vllm_duck.cli import options
+from vllm_duck.errors import DuckConfigError, DuckError
+from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.duck import Shard
+from vllm_duck.executor.endpoints import UNIX_PREFIX
+from vllm_duck.executor.loader import load_shard
+from vllm_duck.executor.local import FAILED_PREFIX, READY
+from vllm_duck.executor.process import reset_memory_policy, set_thread_cpus
+from vllm_duck.executor.security import ServerSecurity
+from vllm_duck.executor.server import DuckServer
+from vllm_duck.executor.shard_moe import ShardMoe
+
+_STOP_GRACE_S = 5.0
+
+_EPILOG = """\
+Two ducks on two machines of a trusted network, with a shared secret:
+
+  duck-a$ vllm-duck serve MODEL --shard 0/2 --listen 0.0.0.0:7100 --token-file secret
+  duck-b$ vllm-duck serve MODEL --shard 1/2 --listen 0.0.0.0:7100 --token-file secret
+
+Unequal machines, with a plan that all of them have:
+
+  $ vllm-duck plan MODEL --ducks 3 --weights 2,1,1 > plan.json
+  duck-a$ vllm-duck serve MODEL --plan plan.json --index 0 --listen ...
+
+Ctrl-C or SIGTERM answers what has arrived and ends with exit code 0.
+"""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="run one duck",
+        description="Load one shard of the routed experts and serve it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_model(parser)
+    shard = parser.add_argument_group("what it holds (one of the three ways)")
+    shard.add_argument(
+        "--shard", type=_fraction, metavar="I/N", help="the I-th of N equal shards"
+    )
+    shard.add_argument("--plan", metavar="FILE", help="a shard plan, with --index")
+    shard.add_argument("--index", type=int, metavar="I", help="position in the plan")
+    shard.add_argument(
+        "--columns", type=options.int_range, metavar="LO:HI", help="expert columns"
+    )
+    shard.add_argument(
+        "--experts",
+        type=options.int_range,
+        metavar="LO:HI",
+        help="experts, with --columns (default: all)",
+    )
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:7100",
+        metavar="ENDPOINT",
+        help="host:port (port 0: any free one) or unix:/path (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=options.positive_int,
+        metavar="N",
+        help="threads of the kernel (default: one for each physical core)",
+    )
+    parser.add_argument(
+        "--max-message-mib",
+        type=options.positive_int,
+        default=256,
+        metavar="MIB",
+        help="largest message taken: rows x hidden_size x 2 bytes of a prefill chunk "
+        "(default: %(default)s)",
+    )
+    options.add_server_security(parser)
+    # For LocalDucks: stop when stdin closes, say on stdout how the start went, and
+    # shed what the parent's process was bound to.
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--cpus", type=options.cpu_set, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.child:
+        return _serve(args)
+    set_thread_cpus(args.cpus)
+    reset_memory_policy()
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    try:
+        return _serve(args)
+    except DuckError as error:
+        print(f"{FAILED_PREFIX}{error}", flush=True)
+        return 1
+
+
+def _serve(args: argparse.Namespace) -> int:
+    security = ServerSecurity.from_files(
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        tls_ca=args.tls_ca,
+        token_file=args.token_file,
+        is_insecure=args.insecure,
+    )
+    security.check_listen(args.listen)
+    checkpoint = Checkpoint(args.model)
+    shard = _shard(args, checkpoint)
+    loaded = load_shard(checkpoint, shard, show_progress=not args.child)
+    moe = ShardMoe(
+        loaded,
+        checkpoint.summary,
+        num_threads=args.threads,
+        is_pinned=not args.child,
+    )
+    server = DuckServer(
+        moe,
+        moe.info,
+        listen=args.listen,
+        security=security,
+        max_message_bytes=args.max_message_mib * 2**20,
+    )
+    server.start()
+    try:
+        _announce(args, server.endpoint, moe)
+        threading.Event().wait()
+    finally:
+        server.stop(_STOP_GRACE_S)
+        if args.child:
+            _remove_private_directory(server.endpoint)
+    return 0
+
+
+def _shard(args: argparse.Namespace, checkpoint: Checkpoint) -> Shard:
+    ways = [args.shard is not None, args.plan is not None, args.columns is not None]
+    if sum(ways) != 1:
+        raise DuckConfigError(
+            "say what the duck holds in one way: --shard I/N, or --plan FILE with "
+            f"--index I, or --columns LO:HI; got {sum(ways)} of them"
+        )
+    if args.columns is not None:
+        experts = args.experts or (0, checkpoint.n_routed_experts)
+        return Shard(*args.columns, *experts)
+    if args.plan is not None:
+        plan = options.read_plan(args.plan, checkpoint)
+        index, option = args.index, "--index"
+    else:
+        index, num_ducks = args.shard
+        option = "I of --shard I/N"
+        plan = options.make_plan(checkpoint, num_ducks=num_ducks, shares=None)
+    if index is None or not 0 <= index < len(plan.shards):
+        raise DuckConfigError(
+            f"{option} must be in [0, {len(plan.shards)}), got {index}"
+        )
+    return plan.shards[index]
+
+
+def _announce(args: argparse.Namespace, endpoint: str, moe: ShardMoe) -> None:
+    if args.child:
+        print(READY, flush=True)
+        return
+    info = moe.info
+    print(
+        f"duck {endpoint} serves {info.shard} of {len(info.layer_ids)} layers: read "
+        f"{moe.num_bytes_read / 1e6:.1f} MB, {info.num_threads} threads, {info.isa}. "
+        "Ctrl-C ends it.",
+        flush=True,
+    )
+
+
+def _stop_with_parent() -> None:
+    """Wait until the parent closes our stdin, or is gone, and do what SIGTERM does."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _remove_private_directory(endpoint: str) -> None:
+    """The last duck of a parent that was killed leaves its directory empty."""
+    if endpoint.startswith(UNIX_PREFIX):
+        with contextlib.suppress(OSError):
+            Path(endpoint.removeprefix(UNIX_PREFIX)).parent.rmdir()
+
+
+def _fraction(text: str) -> tuple[int, int]:
+    """Read "I/N"."""
+    index, separator, num_ducks = text.partition("/")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"must be I/N, as in 0/2, got {text!r}")
+    return int(index), options.positive_int(num_ducks)

@@ -1,0 +1,121 @@
+"""`vllm-duck up`: all ducks of a model on this machine, until Ctrl-C."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from vllm_duck.cli import options
+from vllm_duck.errors import DuckConfigError
+from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.endpoints import UNIX_PREFIX
+from vllm_duck.executor.local import LocalDucks
+from vllm_duck.executor.process import thread_cpus
+from vllm_duck.executor.shards import ShardPlan
+
+_POLL_S = 0.2
+
+_EPILOG = """\
+  $ vllm-duck up MODEL --ducks 2
+  VLLM_DUCK_ENDPOINTS=unix:/tmp/vllm-duck-x/0,unix:/tmp/vllm-duck-x/1
+
+and in another terminal, that line before the command:
+
+  $ VLLM_DUCK_ENDPOINTS=... vllm serve MODEL \\
+      --speculative-config '{"method": "duck_mtp1"}'
+
+`vllm serve` without it starts two ducks by itself; `up` keeps them loaded between runs.
+If one duck ends, `up` says which, ends the others, and exits with code 1.
+"""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    parser = subparsers.add_parser(
+        "up",
+        help="run all ducks on this machine",
+        description="Start all ducks of a model on this machine; Ctrl-C ends them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_model(parser)
+    options.add_split(parser)
+    parser.add_argument(
+        "--plan", metavar="FILE", help="a shard plan instead of --ducks"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--listen-dir",
+        metavar="DIR",
+        help="directory for the sockets (default: a private temporary one)",
+    )
+    where.add_argument(
+        "--first-port",
+        type=options.positive_int,
+        metavar="PORT",
+        help="listen on this TCP port of --host and the ones after it instead",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address for --first-port (%(default)s)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=options.positive_int,
+        metavar="N",
+        help="kernel threads of each duck (default: the cpus over the ducks)",
+    )
+    options.add_server_security(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    plan = _plan(args, Checkpoint(args.model))
+    print(f"loading {len(plan.shards)} ducks ...", file=sys.stderr, flush=True)
+    with LocalDucks.start(
+        args.model,
+        plan=plan,
+        num_threads=args.threads,
+        listen=_listen(args, len(plan.shards)),
+        # What the user's taskset allows, not the whole machine.
+        cpus=thread_cpus(),
+        serve_flags=_security_flags(args),
+    ) as ducks:
+        print(f"VLLM_DUCK_ENDPOINTS={','.join(ducks.endpoints)}", flush=True)
+        while (message := ducks.dead()) is None:
+            time.sleep(_POLL_S)
+    print(f"vllm-duck: error: {message}; stopped the others", file=sys.stderr)
+    return 1
+
+
+def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> ShardPlan:
+    if args.plan is None:
+        return options.make_plan(
+            checkpoint, num_ducks=args.ducks or 2, shares=args.weights
+        )
+    if args.ducks is not None or args.weights is not None:
+        raise DuckConfigError(
+            "--plan already says how many ducks there are and how big"
+        )
+    return options.read_plan(args.plan, checkpoint)
+
+
+def _listen(args: argparse.Namespace, num_ducks: int) -> list[str] | None:
+    if args.first_port is not None:
+        return [f"{args.host}:{args.first_port + index}" for index in range(num_ducks)]
+    if args.listen_dir is not None:
+        directory = Path(args.listen_dir).resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        return [f"{UNIX_PREFIX}{directory}/duck{index}" for index in range(num_ducks)]
+    return None
+
+
+def _security_flags(args: argparse.Namespace) -> list[str]:
+    flags = []
+    for name in ("token_file", "tls_cert", "tls_key", "tls_ca"):
+        value = getattr(args, name)
+        if value is not None:
+            flags.append(f"--{name.replace('_', '-')}={value}")
+    if args.insecure:
+        flags.append("--insecure")
+    return flags

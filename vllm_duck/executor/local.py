@@ -1,0 +1,217 @@
+"""Duck processes on this machine that live as long as this process, and no longer.
+
+Each duck's stdin is a pipe that only this process writes to. When this process ends,
+however it ends, the pipe closes and the duck stops itself.
+"""
+
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_duck.errors import DuckConfigError, DuckTimeout, DuckUnavailable
+from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.duck import Shard
+from vllm_duck.executor.endpoints import UNIX_PREFIX
+from vllm_duck.executor.process import (
+    allowed_cpus,
+    clean_environment,
+    resident_bytes,
+)
+from vllm_duck.executor.shards import ShardPlan
+
+# What a child that LocalDucks started says on its stdout, once.
+READY = "ready"
+FAILED_PREFIX = "failed: "
+
+# Loading can take long: the real model has 20 GB a duck, perhaps from a slow disk.
+DEFAULT_START_S = 3600.0
+_STOP_GRACE_S = 10.0
+# sun_path holds 108 bytes, the last of them zero.
+_MAX_SOCKET_PATH = 107
+
+
+@dataclass(frozen=True)
+class _Child:
+    endpoint: str
+    process: subprocess.Popen[str]
+
+
+class LocalDucks:
+    """Running ducks; stop() ends them, and so does leaving the `with` block."""
+
+    def __init__(self, children: Sequence[_Child], directory: Path | None) -> None:
+        self._children = tuple(children)
+        self._directory = directory
+
+    @classmethod
+    def start(
+        cls,
+        model_dir: str | Path,
+        *,
+        num_ducks: int = 2,
+        num_threads: int | None = None,
+        plan: ShardPlan | None = None,
+        listen: Sequence[str] | None = None,
+        cpus: Collection[int] | None = None,
+        serve_flags: Sequence[str] = (),
+        start_s: float = DEFAULT_START_S,
+    ) -> "LocalDucks":
+        """Start the ducks and wait until all serve.
+
+        plan: instead of an even split between `num_ducks`.
+        listen: one endpoint a duck, instead of sockets in a private directory.
+        num_threads: of each duck's kernel; by default they share out the cpus.
+        cpus: for the ducks; by default all that the container allows, although
+            vLLM pins its worker, and children inherit that.
+
+        Raises:
+            DuckConfigError, DuckCheckpointError: found before anything is started.
+            DuckUnavailable: a duck ended while it started; says why.
+            DuckTimeout: not all ducks serve after `start_s`.
+        """
+        plan = plan or _even_plan(Checkpoint(model_dir), num_ducks)
+        cpus = cpus or allowed_cpus()
+        num_threads = num_threads or max(1, len(cpus) // len(plan.shards))
+        with ExitStack() as undo:
+            directory = None
+            if listen is None:
+                directory = Path(tempfile.mkdtemp(prefix="vllm-duck-"))
+                undo.callback(shutil.rmtree, directory, ignore_errors=True)
+                listen = _socket_endpoints(directory, len(plan.shards))
+            flags = [
+                f"--threads={num_threads}",
+                f"--cpus={','.join(map(str, sorted(cpus)))}",
+                *serve_flags,
+            ]
+            children = []
+            for endpoint, shard in zip(listen, plan.shards, strict=True):
+                child = _spawn(Path(model_dir), endpoint, shard, flags)
+                undo.callback(_end, child)
+                children.append(child)
+            deadline_s = time.monotonic() + start_s
+            for child in children:
+                _wait_ready(child, deadline_s - time.monotonic(), start_s)
+            undo.pop_all()
+        return cls(children, directory)
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return tuple(child.endpoint for child in self._children)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(child.process.pid for child in self._children)
+
+    def memory_bytes(self) -> list[int]:
+        """Resident bytes of each duck."""
+        return [resident_bytes(pid) for pid in self.pids]
+
+    def dead(self) -> str | None:
+        """One sentence about the first duck that has ended by itself, if any."""
+        for child in self._children:
+            code = child.process.poll()
+            if code is not None:
+                return f"duck {child.endpoint} ended with {_describe_exit(code)}"
+        return None
+
+    def stop(self) -> None:
+        """End all ducks and wait for them."""
+        for child in self._children:
+            _ask_to_stop(child)
+        for child in self._children:
+            _end(child)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> "LocalDucks":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+def _even_plan(checkpoint: Checkpoint, num_ducks: int) -> ShardPlan:
+    return ShardPlan.even(
+        num_ducks,
+        num_columns=checkpoint.moe_intermediate_size,
+        num_experts=checkpoint.n_routed_experts,
+    )
+
+
+def _socket_endpoints(directory: Path, num_ducks: int) -> list[str]:
+    endpoints = [f"{UNIX_PREFIX}{directory}/{index}" for index in range(num_ducks)]
+    longest = len(endpoints[-1].removeprefix(UNIX_PREFIX))
+    if longest > _MAX_SOCKET_PATH:
+        raise DuckConfigError(
+            f"a socket's path has at most {_MAX_SOCKET_PATH} bytes, and one in "
+            f"{directory} has {longest}; set TMPDIR to a shorter directory"
+        )
+    return endpoints
+
+
+def _spawn(
+    model_dir: Path, endpoint: str, shard: Shard, flags: Sequence[str]
+) -> _Child:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "vllm_duck.cli", "serve", str(model_dir)),
+            f"--columns={shard.column_lo}:{shard.column_hi}",
+            f"--experts={shard.expert_lo}:{shard.expert_hi}",
+            f"--listen={endpoint}",
+            "--child",
+            *flags,
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=clean_environment(),
+        # Ctrl-C in a terminal goes to this process, which then stops its ducks.
+        start_new_session=True,
+        text=True,
+    )
+    return _Child(endpoint, process)
+
+
+def _wait_ready(child: _Child, left_s: float, start_s: float) -> None:
+    stdout = child.process.stdout
+    assert stdout is not None
+    if not select.select([stdout], [], [], max(0.0, left_s))[0]:
+        raise DuckTimeout(
+            f"duck {child.endpoint} did not serve within start_s={start_s}; "
+            "is it still loading from a slow disk?"
+        )
+    line = stdout.readline().strip()
+    if line == READY:
+        return
+    reason = line.removeprefix(FAILED_PREFIX)
+    if not line:
+        reason = f"it ended with {_describe_exit(child.process.wait())}"
+    raise DuckUnavailable(f"duck {child.endpoint} did not start: {reason}")
+
+
+def _ask_to_stop(child: _Child) -> None:
+    stdin = child.process.stdin
+    assert stdin is not None
+    stdin.close()
+
+
+def _end(child: _Child) -> None:
+    _ask_to_stop(child)
+    try:
+        child.process.wait(_STOP_GRACE_S)
+    except subprocess.TimeoutExpired:
+        child.process.kill()
+        child.process.wait()
+    stdout = child.process.stdout
+    assert stdout is not None
+    stdout.close()
+
+
+def _describe_exit(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"

@@ -1,0 +1,105 @@
+"""Reads rectangles of tensors out of safetensors files, and counts their bytes."""
+
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from vllm_duck.errors import DuckCheckpointError
+from vllm_duck.executor.checkpoint import TensorPlace
+
+# e4m3 and bf16 are kept as bits: numpy has neither.
+_NUMPY_DTYPES: dict[str, np.dtype] = {
+    "F8_E4M3": np.dtype(np.uint8),
+    "BF16": np.dtype(np.uint16),
+    "F32": np.dtype(np.float32),
+}
+
+
+class TensorReader:
+    """Keeps each file open once; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[Path, int] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        self.num_bytes_read = 0
+
+    def read(self, place: TensorPlace, rows: slice, columns: slice) -> np.ndarray:
+        """Read a rectangle of a 2-d tensor into a fresh array.
+
+        Whole rows are one read of the file. A range of columns is copied out of a map
+        of the file: the bytes in between are not copied, though the disk delivers the
+        pages around them.
+
+        Raises:
+            DuckCheckpointError: the file got shorter since its header was checked.
+        """
+        dtype = _NUMPY_DTYPES[place.dtype]
+        num_columns = place.shape[1]
+        if (columns.start, columns.stop) == (0, num_columns):
+            tile = self._read_rows(place, rows, dtype)
+        else:
+            tile = self._copy_columns(place, rows, columns, dtype)
+        with self._lock:
+            self.num_bytes_read += tile.nbytes
+        return tile
+
+    def close(self) -> None:
+        for mapped in self._maps.values():
+            mapped.close()
+        for fd in self._files.values():
+            os.close(fd)
+        self._maps.clear()
+        self._files.clear()
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _read_rows(
+        self, place: TensorPlace, rows: slice, dtype: np.dtype
+    ) -> np.ndarray:
+        tile = np.empty((rows.stop - rows.start, place.shape[1]), dtype)
+        offset = place.begin + rows.start * place.shape[1] * dtype.itemsize
+        left = tile.data.cast("B")
+        fd = self._fd_of(place.path)
+        while left:
+            num_read = os.preadv(fd, [left], offset)
+            if num_read == 0:
+                raise DuckCheckpointError(
+                    f"{place.path} ended within the tensor {place.name}; "
+                    "was it replaced while the duck loaded it?"
+                )
+            left = left[num_read:]
+            offset += num_read
+        return tile
+
+    def _copy_columns(
+        self, place: TensorPlace, rows: slice, columns: slice, dtype: np.dtype
+    ) -> np.ndarray:
+        whole = np.frombuffer(
+            self._map_of(place.path),
+            dtype=np.uint8,
+            count=place.end - place.begin,
+            offset=place.begin,
+        )
+        # The view of bytes first: a tensor need not start at a multiple of its dtype.
+        return whole.view(dtype).reshape(place.shape)[rows, columns].copy()
+
+    def _fd_of(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY)
+            return self._files[path]
+
+    def _map_of(self, path: Path) -> mmap.mmap:
+        fd = self._fd_of(path)
+        with self._lock:
+            if path not in self._maps:
+                self._maps[path] = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+            return self._maps[path]
