@@ -1,0 +1,21 @@
+"""Fixtures of the executor's tests."""
+
+import pytest
+
+from tests.executor.mini_model import MiniModel, make_mini_model
+from vllm_duck.executor.checkpoint import Checkpoint
+
+
+@pytest.fixture(params=["bf16", "e4m3-block128"])
+def any_model(request) -> MiniModel:
+    return make_mini_model(request.param)
+
+
+@pytest.fixture
+def bf16_model() -> MiniModel:
+    return make_mini_model("bf16")
+
+
+@pytest.fixture
+def bf16_checkpoint(tmp_path, bf16_model) -> Checkpoint:
+    return Checkpoint(bf16_model.write(tmp_path / "model"))

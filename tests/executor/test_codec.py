@@ -1,0 +1,141 @@
+"""The codec gives back what it was given, and refuses bytes that do not fit."""
+
+import numpy as np
+import pytest
+
+from tests.executor.mini_model import make_info, make_request
+from vllm_duck.errors import DuckProtocolError
+from vllm_duck.executor import codec, duck_pb2
+from vllm_duck.executor.codec import ReplyStatus, RequestShapeError
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 300])
+@pytest.mark.parametrize("reply_dtype", ["bf16", "fp32"])
+def test_a_request_comes_back_as_it_was(num_rows, reply_dtype):
+    request = make_request(max(num_rows, 1))
+    if num_rows == 0:
+        request = type(request)(
+            layer_idx=2,
+            hidden=request.hidden[:0],
+            topk_ids=request.topk_ids[:0],
+            topk_weights=request.topk_weights[:0],
+        )
+    encoded = codec.encode_request(request, request_id=7, reply_dtype=reply_dtype)
+    decoded = codec.decode_request(encoded.message)
+    assert (encoded.request_id, decoded.request_id) == (7, 7)
+    assert decoded.reply_dtype == reply_dtype
+    assert decoded.request.layer_idx == request.layer_idx
+    for name in ("hidden", "topk_ids", "topk_weights"):
+        got, expected = getattr(decoded.request, name), getattr(request, name)
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_the_bytes_are_those_of_the_generated_class():
+    request = make_request()
+    encoded = codec.encode_request(request, request_id=7, reply_dtype="fp32")
+    expected = duck_pb2.ForwardRequest(
+        request_id=7,
+        layer_idx=request.layer_idx,
+        num_rows=request.hidden.shape[0],
+        hidden_size=request.hidden.shape[1],
+        num_topk=request.topk_ids.shape[1],
+        reply_dtype=duck_pb2.DTYPE_F32,
+        hidden=request.hidden.tobytes(),
+        topk_ids=request.topk_ids.tobytes(),
+        topk_weights=request.topk_weights.tobytes(),
+    )
+    assert encoded.message == expected.SerializeToString()
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+def test_a_reply_comes_back_as_it_was(dtype):
+    partial = np.arange(12).reshape(3, 4).astype(dtype)
+    message = codec.encode_reply(partial, request_id=9, queue_us=5, compute_us=6)
+    reply = codec.decode_reply(message)
+    assert (reply.request_id, reply.queue_us, reply.compute_us) == (9, 5, 6)
+    assert reply.status is ReplyStatus.OK
+    assert reply.partial.dtype == dtype
+    np.testing.assert_array_equal(reply.partial, partial)
+
+
+def test_a_refusal_has_its_reason_and_no_tensor():
+    message = codec.encode_refusal(9, ReplyStatus.INVALID_REQUEST, error="too wide")
+    reply = codec.decode_reply(message)
+    assert (reply.request_id, reply.error, reply.partial) == (9, "too wide", None)
+    assert reply.status is ReplyStatus.INVALID_REQUEST
+
+
+def test_an_info_comes_back_as_it_was():
+    assert codec.decode_info(codec.encode_info(make_info())) == make_info()
+
+
+def test_reply_statuses_are_those_of_the_proto():
+    ours = {f"STATUS_{status.name}": status.value for status in ReplyStatus}
+    assert ours == dict(duck_pb2.Status.items())
+
+
+@pytest.mark.parametrize(
+    ("decode", "match"),
+    [
+        (codec.decode_request, "expected a duck.v1.ForwardRequest, got 3 bytes"),
+        (codec.decode_reply, "expected a duck.v1.ForwardReply, got 3 bytes"),
+        (codec.decode_info, "expected a duck.v1.DescribeReply, got 3 bytes"),
+    ],
+)
+def test_bytes_that_do_not_parse_are_a_protocol_error(decode, match):
+    with pytest.raises(DuckProtocolError, match=match):
+        decode(b"\xff\xff\xff")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_rows": 4}, r"hidden of shape \[4, 32\] must have 256 bytes, got 192"),
+        ({"hidden_size": 2**31}, "hidden of shape"),
+        ({"num_topk": 3}, r"topk_ids of shape \[3, 3\] must have 36 bytes, got 24"),
+        ({"topk_weights": b"1"}, r"topk_weights of shape \[3, 2\] must have 24 bytes"),
+        ({"reply_dtype": 0}, "reply_dtype must be DTYPE_BF16 or DTYPE_F32, got 0"),
+        ({"reply_dtype": 9}, "reply_dtype must be DTYPE_BF16 or DTYPE_F32, got 9"),
+    ],
+)
+def test_a_request_that_does_not_fit_itself_names_its_id(changes, match):
+    encoded = codec.encode_request(make_request(), request_id=7, reply_dtype="bf16")
+    wire = duck_pb2.ForwardRequest.FromString(encoded.message)
+    for name, value in changes.items():
+        setattr(wire, name, value)
+    with pytest.raises(RequestShapeError, match=match) as caught:
+        codec.decode_request(wire.SerializeToString())
+    assert caught.value.request_id == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_rows": 4}, r"partial of shape \[4, 4\] must have 64 bytes, got 48"),
+        ({"dtype": 0}, "dtype must be DTYPE_BF16 or DTYPE_F32, got 0"),
+        ({"status": 77}, "77 is not a valid ReplyStatus"),
+    ],
+)
+def test_a_reply_that_does_not_fit_itself_is_a_protocol_error(changes, match):
+    partial = np.zeros((3, 4), np.float32)
+    message = codec.encode_reply(partial, request_id=1, queue_us=0, compute_us=0)
+    wire = duck_pb2.ForwardReply.FromString(message)
+    for name, value in changes.items():
+        setattr(wire, name, value)
+    with pytest.raises(DuckProtocolError, match=match):
+        codec.decode_reply(wire.SerializeToString())
+
+
+def test_random_bytes_never_do_anything_but_raise_our_errors():
+    rng = np.random.default_rng(0)
+    good = codec.encode_request(make_request(), request_id=7, reply_dtype="bf16")
+    for _ in range(2000):
+        message = bytearray(good.message)
+        for position in rng.integers(0, len(message), 3):
+            message[position] = rng.integers(0, 256)
+        del message[int(rng.integers(0, len(message))) :]
+        try:
+            codec.decode_request(bytes(message))
+        except (DuckProtocolError, RequestShapeError):
+            pass
