@@ -68,6 +68,9 @@ class PagedCache(nn.Module, AttentionLayerBase):
 class BatchBuilder(AttentionMetadataBuilder[AttentionBatch]):
     """Turns vLLM's description of a step into an AttentionBatch, once a step."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+
     def build(
         self,
         common_prefix_len: int,
@@ -87,6 +90,9 @@ class BatchBuilder(AttentionMetadataBuilder[AttentionBatch]):
 
 class NoBuilder(AttentionMetadataBuilder[Any]):
     """The indexer's cache shares the block table of the latent cache: no metadata."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
 
     def build(
         self,
