@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from vllm_duck.cli import plan, serve, status, up
+from vllm_duck.cli import doctor, plan, serve, status, up
 from vllm_duck.errors import DuckError
 
-_COMMANDS = (serve, up, plan, status)
+_COMMANDS = (serve, up, plan, status, doctor)
 
 _EPILOG = """\
 A first try, all on one machine:
@@ -20,6 +20,7 @@ It prints a line VLLM_DUCK_ENDPOINTS=... to put before `vllm serve MODEL`.
 
 On several machines: `vllm-duck plan` says what each duck will hold,
 `vllm-duck serve` runs on each of them, `vllm-duck status` looks at them.
+`vllm-duck doctor` tells whether a machine has what it needs.
 """
 
 
