@@ -151,7 +151,7 @@ def test_a_config_of_another_kind_of_model_is_refused(tmp_path, bf16_model):
     del bf16_model.config["n_routed_experts"]
     match = "must have an integer n_routed_experts, got None; is it a DeepSeek-V3.2"
     with pytest.raises(DuckCheckpointError, match=match):
-        Checkpoint(bf16_model.write(tmp_path)).summary
+        _ = Checkpoint(bf16_model.write(tmp_path)).summary
 
 
 @pytest.mark.parametrize(
@@ -162,4 +162,4 @@ def test_another_quantization_is_refused(tmp_path, bf16_model, quantization):
     bf16_model.config["quantization_config"] = quantization
     match = r"experts must be bf16, or fp8 with weight_block_size \[128, 128\]"
     with pytest.raises(DuckCheckpointError, match=match):
-        Checkpoint(bf16_model.write(tmp_path)).summary
+        _ = Checkpoint(bf16_model.write(tmp_path)).summary

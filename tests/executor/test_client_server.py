@@ -1,0 +1,357 @@
+"""A client and a server over a real connection: ids, deadlines, refusals, the end."""
+
+import socket
+import threading
+from concurrent import futures
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tests.executor.mini_model import LAYER_IDS, make_info, make_request
+from vllm_duck.errors import (
+    DuckConfigError,
+    DuckProtocolError,
+    DuckShapeError,
+    DuckTimeout,
+    DuckUnavailable,
+)
+from vllm_duck.executor import codec, duck_pb2, duck_pb2_grpc
+from vllm_duck.executor.bf16 import bf16_to_f32, f32_to_bf16
+from vllm_duck.executor.client import GrpcDuck
+from vllm_duck.executor.duck import WireDuck
+from vllm_duck.executor.server import DuckServer
+from vllm_duck.executor.wire import FORWARD_METHOD, SERVICE
+
+
+def echo(request, reply_dtype):
+    """Twice the hidden rows: easy to recognise, different for each request."""
+    if request.layer_idx not in LAYER_IDS:
+        raise DuckShapeError(f"no layer {request.layer_idx}")
+    doubled = 2 * bf16_to_f32(request.hidden)
+    return doubled if reply_dtype == "fp32" else f32_to_bf16(doubled)
+
+
+class Gate:
+    """A function that says when it has begun, and ends when it may."""
+
+    def __init__(self):
+        self.has_begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def __call__(self, request, reply_dtype):
+        self.has_begun.set()
+        assert self.may_end.wait(30)
+        return echo(request, reply_dtype)
+
+
+@pytest.fixture
+def start_server():
+    servers = []
+
+    def start(function=echo, *, listen="127.0.0.1:0", **options):
+        server = DuckServer(function, make_info(), listen=listen, **options)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in servers:
+        server.stop(0)
+
+
+@pytest.fixture
+def connect():
+    ducks = []
+
+    def open_duck(endpoint, **options):
+        options.setdefault("deadline_s", 30.0)
+        duck = GrpcDuck(endpoint, **options)
+        ducks.append(duck)
+        return duck
+
+    yield open_duck
+    for duck in ducks:
+        duck.close()
+
+
+def test_describe_gives_the_info_with_the_memory_of_now(start_server, connect):
+    info = connect(start_server().endpoint).describe()
+    assert info.resident_bytes > make_info().resident_bytes
+    assert info == make_info(resident_bytes=info.resident_bytes)
+
+
+@pytest.mark.parametrize("reply_dtype", ["bf16", "fp32"])
+def test_a_call_gives_the_partial_sum(start_server, connect, reply_dtype):
+    duck = connect(start_server().endpoint, reply_dtype=reply_dtype)
+    reply = duck.start(make_request()).result()
+    np.testing.assert_array_equal(reply.partial, echo(make_request(), reply_dtype))
+    assert reply.rtt_us >= reply.compute_us + reply.queue_us
+
+
+def test_a_unix_socket_works_and_is_private_and_goes_away(
+    start_server, connect, tmp_path
+):
+    path = tmp_path / "duck"
+    server = start_server(listen=f"unix:{path}")
+    connect(server.endpoint).start(make_request()).result()
+    assert path.stat().st_mode & 0o777 == 0o600
+    server.stop(0)
+    assert not path.exists()
+
+
+def test_several_calls_in_flight_find_their_own_replies(start_server, connect):
+    duck = connect(start_server().endpoint, reply_dtype="fp32")
+    requests = [make_request(1 + seed % 3, seed=seed) for seed in range(100)]
+    pendings = [duck.start(request) for request in requests]
+    for request, pending in reversed(list(zip(requests, pendings, strict=True))):
+        np.testing.assert_array_equal(pending.result().partial, echo(request, "fp32"))
+
+
+def test_a_result_may_be_asked_for_twice(start_server, connect):
+    pending = connect(start_server().endpoint).start(make_request())
+    assert pending.result() is pending.result()
+
+
+def test_a_full_prefill_chunk_passes(start_server, connect):
+    # 2,341 rows of 7168 bf16 are 32 MiB; gRPC's default is 4.
+    request = make_request(2341, hidden_size=7168)
+    duck = connect(start_server().endpoint)
+    reply = duck.start(request).result()
+    assert reply.partial.nbytes > 32 * 2**20
+    np.testing.assert_array_equal(reply.partial, echo(request, "bf16"))
+
+
+def test_a_message_beyond_the_limit_is_refused_with_the_knob(start_server, connect):
+    server = start_server(max_message_bytes=10_000)
+    with pytest.raises(DuckProtocolError, match="--max-message-mib"):
+        connect(server.endpoint).start(make_request(1000)).result()
+    connect(server.endpoint).start(make_request(1)).result()
+
+
+def test_a_wrong_request_is_refused_and_the_stream_goes_on(start_server, connect):
+    duck = connect(start_server().endpoint)
+    bad = duck.start(make_request(layer_idx=77))
+    good = duck.start(make_request())
+    with pytest.raises(DuckShapeError, match=r"refused a request .*: no layer 77"):
+        bad.result()
+    good.result()
+
+
+def test_a_request_that_does_not_fit_itself_gets_a_status(start_server):
+    wrong = duck_pb2.ForwardRequest(request_id=5, num_rows=9)
+    with grpc.insecure_channel(start_server().endpoint) as channel:
+        stub = duck_pb2_grpc.DuckStub(channel)
+        (reply,) = stub.Forward(iter([wrong]), timeout=30)
+    assert (reply.request_id, reply.status) == (5, duck_pb2.STATUS_INVALID_REQUEST)
+    assert "reply_dtype must be" in reply.error
+
+
+def test_bytes_that_do_not_parse_end_only_their_own_stream(start_server, connect):
+    server = start_server()
+    with grpc.insecure_channel(server.endpoint) as channel:
+        replies = channel.stream_stream(FORWARD_METHOD)(iter([b"\xff"]), timeout=30)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(replies)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "expected a duck.v1.ForwardRequest" in caught.value.details()
+    connect(server.endpoint).start(make_request()).result()
+
+
+def test_a_kernel_that_fails_is_an_error_of_that_call_alone(start_server, connect):
+    calls = iter([RuntimeError("out of ducks"), None])
+
+    def fail_once(request, reply_dtype):
+        error = next(calls)
+        if error is not None:
+            raise error
+        return echo(request, reply_dtype)
+
+    duck = connect(start_server(fail_once).endpoint)
+    with pytest.raises(DuckUnavailable, match="INTERNAL.*RuntimeError: out of ducks"):
+        duck.start(make_request()).result()
+    duck.start(make_request()).result()
+
+
+def test_a_kernel_with_a_wrong_result_is_an_error(start_server, connect):
+    duck = connect(start_server(lambda request, dtype: np.zeros((1, 1))).endpoint)
+    with pytest.raises(DuckUnavailable, match="the kernel must return"):
+        duck.start(make_request()).result()
+
+
+def test_the_deadline_raises_duck_timeout_and_the_stream_goes_on(start_server, connect):
+    gate = Gate()
+    duck = connect(start_server(gate).endpoint, deadline_s=0.1)
+    late = duck.start(make_request())
+    with pytest.raises(DuckTimeout, match="did not answer within deadline_s=0.1"):
+        late.result()
+    gate.may_end.set()
+    # A slow machine may need more than one try to answer within 0.1 s.
+    for _ in range(100):
+        try:
+            duck.start(make_request()).result()
+            return
+        except DuckTimeout:
+            continue
+    pytest.fail("no call succeeded after a late one")
+
+
+def test_a_server_that_stops_at_once_fails_the_calls_in_flight(start_server, connect):
+    gate = Gate()
+    server = start_server(gate)
+    duck = connect(server.endpoint)
+    pendings = [duck.start(make_request()) for _ in range(3)]
+    assert gate.has_begun.wait(30)
+    stopper = threading.Thread(target=server.stop, args=(0,))
+    stopper.start()
+    for pending in pendings:
+        with pytest.raises(DuckUnavailable, match=server.endpoint):
+            pending.result()
+    gate.may_end.set()
+    stopper.join()
+    with pytest.raises(DuckUnavailable, match=server.endpoint):
+        duck.start(make_request())
+
+
+def test_a_server_that_stops_answers_what_has_arrived(start_server, connect):
+    gate = Gate()
+    server = start_server(gate)
+    duck = connect(server.endpoint)
+    pending = duck.start(make_request())
+    assert gate.has_begun.wait(30)
+    stopper = threading.Thread(target=server.stop, args=(30,))
+    stopper.start()
+    gate.may_end.set()
+    pending.result()
+    stopper.join(30)
+    assert not stopper.is_alive()
+
+
+def test_closing_the_client_fails_the_calls_in_flight(start_server, connect):
+    gate = Gate()
+    duck = connect(start_server(gate).endpoint)
+    pending = duck.start(make_request())
+    assert gate.has_begun.wait(30)
+    duck.close()
+    gate.may_end.set()
+    with pytest.raises(DuckUnavailable, match="the client was closed"):
+        pending.result()
+    with pytest.raises(DuckUnavailable, match="the client was closed"):
+        duck.start(make_request())
+
+
+def test_two_hosts_share_one_duck(start_server, connect):
+    server = start_server()
+    ducks = [connect(server.endpoint, reply_dtype="fp32") for _ in range(2)]
+    requests = [make_request(seed=seed) for seed in range(2)]
+    pendings = [
+        duck.start(request) for duck, request in zip(ducks, requests, strict=True)
+    ]
+    for request, pending in zip(requests, pendings, strict=True):
+        np.testing.assert_array_equal(pending.result().partial, echo(request, "fp32"))
+
+
+def test_nobody_there_is_unavailable_with_the_endpoint(connect):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(DuckUnavailable, match=f"duck {endpoint} cannot be reached"):
+            connect(endpoint).describe()
+
+
+def test_a_grpc_server_that_is_no_duck_is_a_protocol_error(connect):
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    match = f"duck 127.0.0.1:{port} speaks gRPC but is not a duck"
+    with pytest.raises(DuckProtocolError, match=match):
+        connect(f"127.0.0.1:{port}").describe()
+    server.stop(0)
+
+
+def test_something_that_is_no_grpc_is_unavailable_with_the_endpoint(connect):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_as_http1():
+            connection, _ = listener.accept()
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+
+        threading.Thread(target=answer_as_http1, daemon=True).start()
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(DuckUnavailable, match=f"duck {endpoint} cannot be reached"):
+            connect(endpoint).describe()
+
+
+def test_a_peer_that_answers_garbage_is_a_protocol_error(connect):
+    handlers = {
+        "Describe": grpc.unary_unary_rpc_method_handler(lambda *_: b"\xff"),
+        "Forward": grpc.stream_stream_rpc_method_handler(lambda *_: iter([b"\xff"])),
+    }
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(SERVICE, handlers),)
+    )
+    duck = connect(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    server.start()
+    with pytest.raises(DuckProtocolError, match="expected a duck.v1.DescribeReply"):
+        duck.describe()
+    with pytest.raises(DuckProtocolError, match="expected a duck.v1.ForwardReply"):
+        duck.start(make_request()).result()
+    server.stop(0)
+
+
+def test_a_duck_behind_a_wire_takes_encoded_requests(start_server, connect):
+    duck = connect(start_server().endpoint)
+    assert isinstance(duck, WireDuck)
+    encoded = codec.encode_request(make_request(), request_id=99, reply_dtype="fp32")
+    reply = duck.start_encoded(encoded).result()
+    np.testing.assert_array_equal(reply.partial, echo(make_request(), "fp32"))
+
+
+def test_a_stock_client_from_the_proto_is_served(start_server):
+    request = make_request()
+    message = codec.encode_request(request, request_id=3, reply_dtype="fp32").message
+    with grpc.insecure_channel(start_server().endpoint) as channel:
+        stub = duck_pb2_grpc.DuckStub(channel)
+        info = stub.Describe(duck_pb2.DescribeRequest(), timeout=30)
+        wire = duck_pb2.ForwardRequest.FromString(message)
+        (reply,) = stub.Forward(iter([wire]), timeout=30)
+    assert info.model_fingerprint == "f00d"
+    assert (reply.request_id, reply.status) == (3, duck_pb2.STATUS_OK)
+    assert reply.partial == echo(request, "fp32").tobytes()
+
+
+def test_health_says_serving_until_the_server_stops(start_server, connect):
+    server = start_server()
+    assert connect(server.endpoint).health() == "SERVING"
+    with grpc.insecure_channel(server.endpoint) as channel:
+        request = health_pb2.HealthCheckRequest(service="")
+        reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=30)
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    server.stop(0)
+    with pytest.raises(DuckUnavailable, match="cannot be reached"):
+        connect(server.endpoint).health()
+
+
+def test_reflection_lists_the_duck_service(start_server):
+    with grpc.insecure_channel(start_server().endpoint) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        (reply,) = stub.ServerReflectionInfo(iter([request]), timeout=30)
+    names = {service.name for service in reply.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+def test_a_taken_port_is_a_config_error(start_server):
+    endpoint = start_server().endpoint
+    with pytest.raises(DuckConfigError, match=f"cannot listen on {endpoint}"):
+        start_server(listen=endpoint)
+
+
+def test_a_socket_in_a_missing_directory_is_a_config_error(start_server, tmp_path):
+    with pytest.raises(DuckConfigError, match="cannot listen on unix:.*missing"):
+        start_server(listen=f"unix:{tmp_path}/missing/duck")
