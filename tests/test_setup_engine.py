@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_duck import hooks, setup_engine
 from vllm_duck.config import DuckConfig
@@ -35,6 +36,17 @@ def test_duck_sets_its_worker_loader_and_model(tiny_model):
     # Whatever the CPU: vLLM turns these off for MLA without AMX.
     assert config.scheduler_config.enable_chunked_prefill
     assert config.cache_config.enable_prefix_caching
+
+
+def test_the_defaults_of_the_command_line_are_accepted(tiny_model):
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    duck = '{"duck": {"local_ducks": 3}}'
+    options = parser.parse_args(
+        ["--model", str(tiny_model), "--additional-config", duck]
+    )
+    args = AsyncEngineArgs.from_cli_args(options)
+    config = args.create_engine_config()
+    assert config.additional_config["duck"]["local_ducks"] == 3
 
 
 def test_configuring_twice_gives_the_same(tiny_model):

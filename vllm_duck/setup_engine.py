@@ -32,7 +32,8 @@ _UNSUPPORTED = (
     ("data_parallel_size", (1,), "--data-parallel-size"),
     ("decode_context_parallel_size", (1,), "--decode-context-parallel-size"),
     ("enable_expert_parallel", (False,), "--enable-expert-parallel"),
-    ("enable_lora", (False,), "--enable-lora"),
+    # `vllm serve` leaves None where LLM(...) has False.
+    ("enable_lora", (False, None), "--enable-lora"),
     ("enable_dbo", (False,), "--enable-dbo"),
     ("enable_sleep_mode", (False,), "--enable-sleep-mode"),
     ("speculative_config", (None,), "--speculative-config"),
