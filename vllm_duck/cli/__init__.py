@@ -1,10 +1,8 @@
 """The `vllm-duck` command: one module per subcommand."""
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from vllm_duck.cli import doctor, plan, serve, status, up
 from vllm_duck.errors import DuckError
@@ -27,8 +25,6 @@ On several machines: `vllm-duck plan` says what each duck will hold,
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     args = _parser().parse_args(argv)
-    # SIGTERM does what Ctrl-C does: everything ends in order, with exit code 0.
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -49,7 +45,3 @@ def _parser() -> argparse.ArgumentParser:
     for command in _COMMANDS:
         command.add_parser(subparsers)
     return parser
-
-
-def _interrupt(signal_number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

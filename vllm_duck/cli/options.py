@@ -8,6 +8,8 @@ from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.shards import ShardPlan
 
+DEFAULT_NUM_DUCKS = 2
+
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -56,8 +58,11 @@ def add_split(parser: argparse.ArgumentParser) -> None:
 
 
 def make_plan(
-    checkpoint: Checkpoint, *, num_ducks: int, shares: list[float] | None
+    checkpoint: Checkpoint, *, num_ducks: int | None, shares: list[float] | None
 ) -> ShardPlan:
+    """Split a model by --ducks and --weights; either may be left out."""
+    if num_ducks is None:
+        num_ducks = DEFAULT_NUM_DUCKS if shares is None else len(shares)
     return ShardPlan.even(
         num_ducks,
         num_columns=checkpoint.moe_intermediate_size,

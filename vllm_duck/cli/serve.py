@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from vllm_duck.cli import options
+from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.errors import DuckConfigError, DuckError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import Shard
@@ -92,19 +93,34 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int:
+    stop = StopRequest()
     if not args.child:
-        return _serve(args)
+        return _serve(args, stop)
     set_thread_cpus(args.cpus)
     reset_memory_policy()
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
-        return _serve(args)
+        return _serve(args, stop)
     except DuckError as error:
         print(f"{FAILED_PREFIX}{error}", flush=True)
         return 1
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace, stop: StopRequest) -> int:
+    with stop.raising():
+        server, moe = _load(args)
+    server.start()
+    try:
+        _announce(args, server.endpoint, moe)
+        stop.wait()
+    finally:
+        server.stop(_STOP_GRACE_S)
+        if args.child:
+            _remove_private_directory(server.endpoint)
+    return 0
+
+
+def _load(args: argparse.Namespace) -> tuple[DuckServer, ShardMoe]:
     security = ServerSecurity.from_files(
         tls_cert=args.tls_cert,
         tls_key=args.tls_key,
@@ -129,15 +145,7 @@ def _serve(args: argparse.Namespace) -> int:
         security=security,
         max_message_bytes=args.max_message_mib * 2**20,
     )
-    server.start()
-    try:
-        _announce(args, server.endpoint, moe)
-        threading.Event().wait()
-    finally:
-        server.stop(_STOP_GRACE_S)
-        if args.child:
-            _remove_private_directory(server.endpoint)
-    return 0
+    return server, moe
 
 
 def _shard(args: argparse.Namespace, checkpoint: Checkpoint) -> Shard:

@@ -2,10 +2,10 @@
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from vllm_duck.cli import options
+from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.endpoints import UNIX_PREFIX
@@ -72,27 +72,29 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     plan = _plan(args, Checkpoint(args.model))
     print(f"loading {len(plan.shards)} ducks ...", file=sys.stderr, flush=True)
-    with LocalDucks.start(
-        args.model,
-        plan=plan,
-        num_threads=args.threads,
-        listen=_listen(args, len(plan.shards)),
-        # What the user's taskset allows, not the whole machine.
-        cpus=thread_cpus(),
-        serve_flags=_security_flags(args),
-    ) as ducks:
+    stop = StopRequest()
+    with stop.raising():
+        ducks = LocalDucks.start(
+            args.model,
+            plan=plan,
+            num_threads=args.threads,
+            listen=_listen(args, len(plan.shards)),
+            # What the user's taskset allows, not the whole machine.
+            cpus=thread_cpus(),
+            serve_flags=_security_flags(args),
+        )
+    with ducks:
         print(f"VLLM_DUCK_ENDPOINTS={','.join(ducks.endpoints)}", flush=True)
         while (message := ducks.dead()) is None:
-            time.sleep(_POLL_S)
+            if stop.wait(_POLL_S):
+                return 0
     print(f"vllm-duck: error: {message}; stopped the others", file=sys.stderr)
     return 1
 
 
 def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> ShardPlan:
     if args.plan is None:
-        return options.make_plan(
-            checkpoint, num_ducks=args.ducks or 2, shares=args.weights
-        )
+        return options.make_plan(checkpoint, num_ducks=args.ducks, shares=args.weights)
     if args.ducks is not None or args.weights is not None:
         raise DuckConfigError(
             "--plan already says how many ducks there are and how big"

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.executor.endpoints import is_local
+from vllm_duck.executor.endpoints import check_endpoint, is_local
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,11 @@ class ServerSecurity:
         """Refuse to open a duck to the network without any protection.
 
         Raises:
-            DuckConfigError: the endpoint is not local, and nothing guards it.
+            DuckConfigError: the endpoint is no endpoint, or it is not local and
+                nothing guards it.
         """
         is_guarded = self.tls_cert is not None or self.token is not None
-        if is_local(endpoint) or is_guarded or self.is_insecure:
+        if is_local(check_endpoint(endpoint)) or is_guarded or self.is_insecure:
             return
         raise DuckConfigError(
             f"listening on {endpoint} opens the duck to the network: give --tls-cert "

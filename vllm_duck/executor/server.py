@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
 from vllm_duck.executor.codec import encode_info
 from vllm_duck.executor.duck import DuckInfo, MoeFunction
-from vllm_duck.executor.endpoints import UNIX_PREFIX, check_endpoint
+from vllm_duck.executor.endpoints import UNIX_PREFIX
 from vllm_duck.executor.forward_stream import ForwardStream, Kernel
 from vllm_duck.executor.process import resident_bytes
 from vllm_duck.executor.security import ServerSecurity
@@ -52,7 +52,7 @@ class DuckServer:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         security = security or ServerSecurity()
-        security.check_listen(check_endpoint(listen))
+        security.check_listen(listen)
         self._info = info
         self._kernel = Kernel(function)
         self._streams: set[ForwardStream] = set()

@@ -191,18 +191,24 @@ def _cuts(total: int, weights: Sequence[float]) -> list[int]:
 
     Returns len(weights) + 1 ascending positions.
     """
-    spare = total - len(weights)
     weight_sum = sum(weights)
-    exact = [spare * weight / weight_sum for weight in weights]
-    counts = [1 + int(share) for share in exact]
-    # The remainder goes to the largest fractions, the first ones on a tie.
-    by_fraction = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])
-    for index in by_fraction[: total - sum(counts)]:
-        counts[index] += 1
+    exact = [total * weight / weight_sum for weight in weights]
+    counts = [max(1, int(share)) for share in exact]
+    # One unit at a time to who lacks most of its exact share, or from who has most
+    # beyond it; the first one on a tie.
+    while sum(counts) < total:
+        counts[_argmax([e - c for e, c in zip(exact, counts, strict=True)])] += 1
+    while sum(counts) > total:
+        excess = [c - e if c > 1 else 0 for e, c in zip(exact, counts, strict=True)]
+        counts[_argmax(excess)] -= 1
     positions = [0]
     for count in counts:
         positions.append(positions[-1] + count)
     return positions
+
+
+def _argmax(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=lambda index: (values[index], -index))
 
 
 def _shard_from_data(data: dict[str, Any]) -> Shard:
