@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <numeric>
 
 #include "bf16.h"
 #include "regions.h"
@@ -21,9 +22,20 @@ constexpr size_t kBytesPerWorker = 256 << 10;
 // Tiles of activations are read whole, past the last row.
 constexpr int kSpareRows = 16;
 
-// Hidden groups (of 16) that one unit of the down phase covers: 8 KiB of sums for two
-// rows, and a quarter of a worker's share at 8 workers and hidden 7168.
+// From this many rows for each expert on, a unit of the gate/up phase is a whole run of
+// column groups, which share one copy of the activations.
+constexpr int kManyRows = 8;
+constexpr int kManyGroups = 4;
+
+// Hidden groups (of 16) that one unit of the down phase covers: a quarter of a worker's
+// share at 8 workers and hidden 7168, or as many as keep the sums in an L2 cache.
 constexpr int kDownChunk = 64;
+constexpr size_t kSumBytes = 512 << 10;
+
+int down_chunk(int num_tokens) {
+  size_t fitting = kSumBytes / (size_t(num_tokens) * kGroup * sizeof(float));
+  return int(std::clamp<size_t>(fitting / 4 * 4, 4, kDownChunk));
+}
 
 }  // namespace
 
@@ -72,7 +84,7 @@ void Engine::forward_rows(const Call& call) {
       int(std::min<size_t>(pool_.num_threads(), 1 + work / kBytesPerWorker));
   for (int w = 0; w < num_workers; ++w) {
     scratch_[w].reserve(kernels_->scratch_bytes(shape, max_rows_));
-    y_[w].reserve(size_t(call.num_tokens) * kDownChunk * kGroup * sizeof(float));
+    y_[w].reserve(size_t(call.num_tokens) * down_chunk(call.num_tokens) * kGroup * sizeof(float));
   }
   widen_hidden(call);
   HiddenRows hidden = {call.hidden, static_cast<float*>(hidden_fp32_.reserve(0))};
@@ -131,8 +143,9 @@ void Engine::widen_hidden(const Call& call) {
 
 void Engine::gate_up_phase(const Call& call, int num_workers, const HiddenRows& hidden) {
   int groups = call.layer->shape().column_groups();
-  int num_regions = std::min(num_workers, groups);
-  Regions regions(groups, int(active_.size()), num_regions, 1);
+  bool is_many = pair_tokens_.size() > kManyRows * active_.size();
+  int num_regions = is_many ? 1 : std::min(num_workers, groups);
+  Regions regions(groups, int(active_.size()), num_regions, is_many ? kManyGroups : 1);
   pool_.run(num_workers, [&](int worker) {
     auto* scratch = static_cast<uint8_t*>(scratch_[worker].reserve(0));
     regions.work(worker % num_regions, [&](int expert, int begin, int end) {
@@ -147,7 +160,7 @@ void Engine::gate_up_phase(const Call& call, int num_workers, const HiddenRows& 
 void Engine::down_phase(const Call& call, int num_workers) {
   int groups = call.layer->shape().hidden_groups();
   int num_regions = std::min(num_workers, groups);
-  Regions regions(groups, 1, num_regions, kDownChunk);
+  Regions regions(groups, 1, num_regions, down_chunk(call.num_tokens));
   pool_.run(num_workers, [&](int worker) {
     auto* scratch = static_cast<uint8_t*>(scratch_[worker].reserve(0));
     auto* y = static_cast<float*>(y_[worker].reserve(0));
@@ -191,6 +204,19 @@ void Engine::first_touch(Layer* layer) {
             shape.down_group_bytes());
     }
   });
+}
+
+float Engine::read_weights(const Layer& layer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  size_t lines = layer.weight_bytes() / 64;
+  const uint8_t* data = layer.expert(0).weights;
+  std::vector<float> sums(num_threads());
+  pool_.run(num_threads(), [&](int worker) {
+    size_t begin = lines * worker / num_threads() * 64;
+    size_t end = lines * (worker + 1) / num_threads() * 64;
+    sums[worker] = kernels_->read(data + begin, end - begin);
+  });
+  return std::accumulate(sums.begin(), sums.end(), 0.0f);
 }
 
 }  // namespace duck

@@ -51,6 +51,10 @@ class Engine {
   // pages are local to it. Before the layer is loaded.
   void first_touch(Layer* layer);
 
+  // Reads all weights once, front to back, and does nothing else: the bandwidth that
+  // forward() is measured against.
+  float read_weights(const Layer& layer);
+
  private:
   void forward_rows(const Call& call);
   int plan(const Call& call);

@@ -176,28 +176,5 @@ void down_few_all(const ExpertRows& rows, int begin, int end, float* y, size_t y
     });
 }
 
-// The table's functions for an instruction set that has nothing special for many rows.
-template <class S>
-struct VectorKernels {
-  static size_t scratch_bytes(const LayerShape& shape, int max_rows) {
-    return size_t(max_rows) * shape.act_stride() * sizeof(float);
-  }
-  static void gate_up(const ExpertRows& rows, int begin, int end,
-                      const HiddenRows& hidden, uint8_t*) {
-    if (rows.expert.shape->format == Format::kE4m3)
-      gate_up_few_all<S, Format::kE4m3>(rows, begin, end, hidden);
-    else
-      gate_up_few_all<S, Format::kBf16>(rows, begin, end, hidden);
-  }
-  static void down(const ExpertRows& rows, int begin, int end, float* y,
-                   size_t y_stride, uint8_t* scratch) {
-    auto* act = reinterpret_cast<float*>(scratch);
-    if (rows.expert.shape->format == Format::kE4m3)
-      down_few_all<S, Format::kE4m3>(rows, begin, end, y, y_stride, act);
-    else
-      down_few_all<S, Format::kBf16>(rows, begin, end, y, y_stride, act);
-  }
-};
-
 }  // namespace
 }  // namespace duck

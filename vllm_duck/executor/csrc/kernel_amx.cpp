@@ -7,13 +7,16 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #pragma GCC target("avx512f,avx512bw,avx512vl,fma")
 
-#include "amx_tiles.h"
+#include "amx_products.h"
+#include "amx_stream.h"
+#include "amx_weights.h"
 #include "silu.h"
-#include "simd_avx512.h"
+#include "vector_kernels.h"
 
 namespace duck {
 namespace {
@@ -21,8 +24,6 @@ namespace {
 // Column groups that share one copy of the activations: 4 of them with gate and up are
 // 32 KiB of tiles, two thirds of an L1 cache.
 constexpr int kMaxGroups = 4;
-constexpr int kSegmentTileBytes = kTilesPerSegment * kTileBytes;
-constexpr int kPrefetchBytes = 4096;
 
 // How many rows a tile gets: as even as possible, so 17 rows are 9 and 9, not 16 and 16.
 struct RowTiles {
@@ -33,101 +34,6 @@ struct RowTiles {
         rows_per_tile(ceil_div(num_rows, num_tiles)) {}
   int padded_rows() const { return num_tiles * rows_per_tile; }
 };
-
-template <bool kAnyZeroExponent>
-void convert_tile(const uint8_t* source, int num_steps, uint8_t* tile) {
-  for (int step = 0; step < num_steps; ++step) {
-    const uint8_t* at = source + step * 64;
-    Avx512Simd::prefetch(at + kPrefetchBytes);
-    __m512i pairs[2];
-    Avx512Simd::decode_e4m3_pairs<kAnyZeroExponent>(at, pairs);
-    _mm512_store_si512(tile + step * 128, pairs[0]);
-    _mm512_store_si512(tile + step * 128 + 64, pairs[1]);
-  }
-}
-
-// Returns where the segment's tiles are: in `tiles`, or bf16 weights in place.
-const uint8_t* convert_segment(Format format, const uint8_t* source, int num_k,
-                               unsigned mark, uint8_t* tiles) {
-  bool has_tail = num_k % kTileK != 0;
-  if (format == Format::kBf16 && !has_tail) return source;
-  int num_tiles = ceil_div(num_k, kTileK);
-  if (has_tail) std::memset(tiles + (num_tiles - 1) * kTileBytes, 0, kTileBytes);
-  if (format == Format::kBf16) {
-    std::memcpy(tiles, source, size_t(num_k) * kGroup * 2);
-    return tiles;
-  }
-  for (int t = 0; t < num_tiles; ++t) {
-    int tile_k = t == num_tiles - 1 ? num_k - t * kTileK : kTileK;
-    auto* convert = mark >> t & 1 ? convert_tile<true> : convert_tile<false>;
-    convert(source + t * kTileK * kGroup, tile_k / kStepK, tiles + t * kTileBytes);
-  }
-  return tiles;
-}
-
-// Products of up to two row tiles with one or two matrices over one segment.
-struct Products {
-  alignas(64) float c[2][2][kTileRows][kGroup];  // [row tile][matrix][row][column]
-};
-
-struct Activations {
-  const uint8_t* data;  // of the first row tile, at the segment
-  ptrdiff_t row_bytes;
-  ptrdiff_t tile_bytes;      // from one 32-wide tile to the next
-  ptrdiff_t row_tile_bytes;  // from one row tile to the next
-};
-
-template <int kRowTiles, int kMatrices>
-inline void multiply(const Activations& a, const uint8_t* const b[2], int num_tiles,
-                     Products* out) {
-  tile_zero<0>();
-  tile_zero<1>();
-  tile_zero<2>();
-  tile_zero<3>();
-  for (int t = 0; t < num_tiles; ++t) {
-    const uint8_t* at = a.data + t * a.tile_bytes;
-    tile_load<4>(at, a.row_bytes);
-    tile_load<6>(b[0] + t * kTileBytes, kTileRowBytes);
-    tile_multiply<0, 4, 6>();
-    if (kMatrices == 2) {
-      tile_load<7>(b[1] + t * kTileBytes, kTileRowBytes);
-      tile_multiply<1, 4, 7>();
-    }
-    if (kRowTiles == 2) {
-      tile_load<5>(at + a.row_tile_bytes, a.row_bytes);
-      tile_multiply<2, 5, 6>();
-      if (kMatrices == 2) tile_multiply<3, 5, 7>();
-    }
-  }
-  tile_store<0>(out->c[0][0], kTileRowBytes);
-  if (kMatrices == 2) tile_store<1>(out->c[0][1], kTileRowBytes);
-  if (kRowTiles == 2) tile_store<2>(out->c[1][0], kTileRowBytes);
-  if (kRowTiles == 2 && kMatrices == 2) tile_store<3>(out->c[1][1], kTileRowBytes);
-}
-
-inline void multiply_any(int row_tiles, int matrices, const Activations& a,
-                         const uint8_t* const b[2], int num_tiles, Products* out) {
-  if (row_tiles == 2)
-    matrices == 2 ? multiply<2, 2>(a, b, num_tiles, out)
-                  : multiply<2, 1>(a, b, num_tiles, out);
-  else
-    matrices == 2 ? multiply<1, 2>(a, b, num_tiles, out)
-                  : multiply<1, 1>(a, b, num_tiles, out);
-}
-
-// total[row][matrix] += scale * product, for the rows of `row_tiles` row tiles.
-inline void add_scaled(const Products& products, int row_tiles, int rows_per_tile,
-                       int matrices, const float scale[2], float* total) {
-  for (int rt = 0; rt < row_tiles; ++rt)
-    for (int r = 0; r < rows_per_tile; ++r, total += 2 * kGroup)
-      for (int m = 0; m < matrices; ++m) {
-        __m512 product = _mm512_load_ps(products.c[rt][m][r]);
-        float* at = total + m * kGroup;
-        _mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at),
-                                          _mm512_mul_ps(_mm512_set1_ps(scale[m]),
-                                                        product)));
-      }
-}
 
 // Copies k of one segment of each row's input: [tile][row][32], padded with zeros.
 void gather_segment(const ExpertRows& rows, const uint16_t* hidden, int k, int num_k,
@@ -162,13 +68,11 @@ struct GateUpScratch {
 };
 
 // One segment of `num_groups` groups from `first_group` on, all rows.
-void gate_up_segment(const ExpertRows& rows, const RowTiles& row_tiles, int first_group,
+void multiply_segment(const ExpertRows& rows, const RowTiles& row_tiles, int first_group,
                      int num_groups, int segment, const GateUpScratch& scratch) {
   const ExpertView& expert = rows.expert;
-  KAxis axis = expert.shape->gate_up_axis();
-  int k = axis.begin(segment), num_k = axis.end(segment) - k;
-  int bytes = element_bytes(expert.shape->format);
-  int num_tiles = ceil_div(num_k, kTileK), per_tile = row_tiles.rows_per_tile;
+  int num_tiles = gate_up_segment(expert, first_group, segment, 0).num_tiles();
+  int per_tile = row_tiles.rows_per_tile;
   const uint8_t* b[kMaxGroups][2];
   float scales[kMaxGroups][2];
   for (int g = 0; g < num_groups; ++g) {
@@ -176,11 +80,8 @@ void gate_up_segment(const ExpertRows& rows, const RowTiles& row_tiles, int firs
     scales[g][0] = expert.gate_scales(group)[segment];
     scales[g][1] = expert.up_scales(group)[segment];
     for (int m = 0; m < 2; ++m)
-      b[g][m] = convert_segment(
-          expert.shape->format,
-          expert.gate_up(group) + size_t(kGroup) * bytes * (2 * k + m * num_k), num_k,
-          expert.gate_up_marks(group)[2 * segment + m],
-          scratch.tiles + (2 * g + m) * kSegmentTileBytes);
+      b[g][m] = gate_up_segment(expert, group, segment, m)
+                    .convert(scratch.tiles + (2 * g + m) * kSegmentTileBytes);
   }
   ptrdiff_t panel_tile = ptrdiff_t(row_tiles.padded_rows()) * kTileRowBytes;
   Products products;
@@ -198,7 +99,7 @@ void gate_up_segment(const ExpertRows& rows, const RowTiles& row_tiles, int firs
   }
 }
 
-void gate_up(const ExpertRows& rows, int begin, int end, const HiddenRows& hidden,
+void gate_up_many(const ExpertRows& rows, int begin, int end, const HiddenRows& hidden,
              uint8_t* scratch_at) {
   const LayerShape& shape = *rows.expert.shape;
   KAxis axis = shape.gate_up_axis();
@@ -212,7 +113,7 @@ void gate_up(const ExpertRows& rows, int begin, int end, const HiddenRows& hidde
     for (int s = 0; s < axis.num_segments(); ++s) {
       int k = axis.begin(s);
       gather_segment(rows, hidden.bf16, k, axis.end(s) - k, padded_rows, scratch.panel);
-      gate_up_segment(rows, row_tiles, first, num_groups, s, scratch);
+      multiply_segment(rows, row_tiles, first, num_groups, s, scratch);
     }
     for (int g = 0; g < num_groups; ++g) {
       uint16_t* act = rows.act + shape.act_offset(first + g);
@@ -225,9 +126,9 @@ void gate_up(const ExpertRows& rows, int begin, int end, const HiddenRows& hidde
 
 // y += topk weight * total, for the two row tiles from row `first_row` on.
 void add_to_tokens(const ExpertRows& rows, int first_row, int num_rows, int matrices,
-                   const float* total, float* y, size_t y_stride) {
+                   const float* total, int total_stride, float* y, size_t y_stride) {
   if (first_row + num_rows > rows.num_rows) num_rows = rows.num_rows - first_row;
-  for (int r = first_row; r < first_row + num_rows; ++r, total += 2 * kGroup) {
+  for (int r = first_row; r < first_row + num_rows; ++r, total += total_stride) {
     __m512 weight = _mm512_set1_ps(rows.weights[r]);
     float* out = y + rows.tokens[r] * y_stride;
     for (int m = 0; m < matrices; ++m) {
@@ -262,7 +163,7 @@ void down_groups(const ExpertRows& rows, const RowTiles& row_tiles, int first_gr
       add_scaled(products, pair, per_tile, matrices, scale, total);
       at += num_tiles * kTileK;
     }
-    add_to_tokens(rows, row, pair * per_tile, matrices, total, y, y_stride);
+    add_to_tokens(rows, row, pair * per_tile, matrices, total, 2 * kGroup, y, y_stride);
   }
 }
 
@@ -271,12 +172,10 @@ size_t down_scratch_bytes(const LayerShape& shape) {
   return segments * (2 * kSegmentTileBytes + 2 * sizeof(uint8_t*));
 }
 
-void down(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
+void down_many(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
           uint8_t* scratch) {
   const ExpertView& expert = rows.expert;
-  Format format = expert.shape->format;
-  KAxis axis = expert.shape->down_axis();
-  int segments = axis.num_segments();
+  int segments = expert.shape->down_axis().num_segments();
   RowTiles row_tiles(rows.num_rows);
   tile_configure(row_tiles.rows_per_tile);
   auto* b = reinterpret_cast<const uint8_t*(*)[2]>(scratch +
@@ -284,22 +183,117 @@ void down(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
   for (int group = begin; group < end; group += 2, y += 2 * kGroup) {
     int matrices = group + 1 < end ? 2 : 1;
     for (int m = 0; m < matrices; ++m)
-      for (int s = 0; s < segments; ++s) {
-        int k = axis.begin(s), num_k = axis.end(s) - k;
-        b[s][m] = convert_segment(
-            format,
-            expert.down(group + m) + size_t(kGroup) * element_bytes(format) * k, num_k,
-            expert.down_marks(group + m)[s],
-            scratch + (2 * s + m) * kSegmentTileBytes);
-      }
+      for (int s = 0; s < segments; ++s)
+        b[s][m] = down_segment(expert, group + m, s)
+                      .convert(scratch + (2 * s + m) * kSegmentTileBytes);
     down_groups(rows, row_tiles, group, matrices, b, y, y_stride);
   }
 }
 
+// Rows of a tile are equally far apart; so may the rows of the call that chose this
+// expert be, and then they need no copy.
+bool evenly_spaced(const ExpertRows& rows) {
+  for (int r = 2; r < rows.num_rows; ++r)
+    if (rows.tokens[r] - rows.tokens[r - 1] != rows.tokens[1] - rows.tokens[0])
+      return false;
+  return true;
+}
+
+// [row][padded hidden], in place or copied to `panel`.
+const uint8_t* few_rows_input(const ExpertRows& rows, const uint16_t* hidden,
+                              uint8_t* panel, ptrdiff_t* row_bytes) {
+  const LayerShape& shape = *rows.expert.shape;
+  KAxis axis = shape.gate_up_axis();
+  ptrdiff_t hidden_bytes = ptrdiff_t(shape.hidden) * 2;
+  if (shape.hidden % kTileK == 0 && evenly_spaced(rows)) {
+    int step = rows.num_rows > 1 ? rows.tokens[1] - rows.tokens[0] : 0;
+    *row_bytes = step * hidden_bytes;
+    return reinterpret_cast<const uint8_t*>(hidden) + rows.tokens[0] * hidden_bytes;
+  }
+  *row_bytes = ptrdiff_t(axis.padded_length()) * 2;
+  for (int r = 0; r < rows.num_rows; ++r) {
+    uint8_t* row = panel + r * *row_bytes;
+    std::memset(row + hidden_bytes, 0, *row_bytes - hidden_bytes);
+    std::memcpy(row, hidden + size_t(rows.tokens[r]) * shape.hidden, hidden_bytes);
+  }
+  return panel;
+}
+
+void gate_up_few(const ExpertRows& rows, int begin, int end, const HiddenRows& hidden,
+                 uint8_t* scratch) {
+  const ExpertView& expert = rows.expert;
+  const LayerShape& shape = *expert.shape;
+  KAxis axis = shape.gate_up_axis();
+  ptrdiff_t row_bytes;
+  const uint8_t* a =
+      few_rows_input(rows, hidden.bf16, scratch + Stream::kScratchBytes, &row_bytes);
+  auto make_block = [&](int item, int s) {
+    int group = begin + item;
+    Block block;
+    for (int m = 0; m < 2; ++m)
+      block.segments[m] = gate_up_segment(expert, group, s, m);
+    block.matrices = 2;
+    block.a = a + axis.begin(s) * 2;
+    block.a_row_bytes = row_bytes;
+    block.scales[0] = expert.gate_scales(group)[s];
+    block.scales[1] = expert.up_scales(group)[s];
+    return block;
+  };
+  auto finish = [&](int item, const float* total) {
+    uint16_t* act = rows.act + shape.act_offset(begin + item);
+    for (int r = 0; r < rows.num_rows; ++r, total += kTotalStride)
+      silu_mul_group(total, total + kGroup, act + size_t(r) * shape.act_stride());
+  };
+  stream_items(end - begin, axis.num_segments(), rows.num_rows, scratch, make_block,
+               finish);
+}
+
+void down_few(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
+              uint8_t* scratch) {
+  const ExpertView& expert = rows.expert;
+  KAxis axis = expert.shape->down_axis();
+  auto first_group = [&](int item) { return begin + kMaxMatrices * item; };
+  auto num_groups = [&](int item) { return std::min(kMaxMatrices, end - first_group(item)); };
+  auto make_block = [&](int item, int s) {
+    int group = first_group(item);
+    Block block;
+    block.matrices = num_groups(item);
+    for (int m = 0; m < block.matrices; ++m) {
+      block.segments[m] = down_segment(expert, group + m, s);
+      block.scales[m] = expert.down_scales(group + m)[s];
+    }
+    block.a = reinterpret_cast<const uint8_t*>(rows.act + axis.padded_begin(s));
+    block.a_row_bytes = ptrdiff_t(expert.shape->act_stride()) * 2;
+    return block;
+  };
+  auto finish = [&](int item, const float* total) {
+    add_to_tokens(rows, 0, rows.num_rows, num_groups(item), total, kTotalStride,
+                  y + item * kTotalStride, y_stride);
+  };
+  stream_items(ceil_div(end - begin, kMaxMatrices), axis.num_segments(), rows.num_rows, scratch,
+               make_block, finish);
+}
+
+void gate_up(const ExpertRows& rows, int begin, int end, const HiddenRows& hidden,
+             uint8_t* scratch) {
+  if (rows.num_rows > kTileRows) return gate_up_many(rows, begin, end, hidden, scratch);
+  tile_configure(rows.num_rows);
+  gate_up_few(rows, begin, end, hidden, scratch);
+}
+
+void down(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
+          uint8_t* scratch) {
+  if (rows.num_rows > kTileRows)
+    return down_many(rows, begin, end, y, y_stride, scratch);
+  tile_configure(rows.num_rows);
+  down_few(rows, begin, end, y, y_stride, scratch);
+}
+
 size_t scratch_bytes(const LayerShape& shape, int max_rows) {
-  size_t gate_up = GateUpScratch::bytes(max_rows + kTileRows);
-  size_t down = down_scratch_bytes(shape);
-  return gate_up > down ? gate_up : down;
+  size_t few = Stream::kScratchBytes +
+               size_t(kTileRows) * shape.gate_up_axis().padded_length() * 2;
+  size_t many = GateUpScratch::bytes(max_rows + kTileRows) + down_scratch_bytes(shape);
+  return few > many ? few : many;
 }
 
 bool cpu_has_amx_bf16() {
@@ -356,7 +350,9 @@ bool adds_in_our_order() {
 }  // namespace
 
 const KernelTable* amx_kernels() {
-  static const KernelTable table = {"amx", 0, scratch_bytes, gate_up, down, tile_release};
+  static const KernelTable table = {"amx", 0,    scratch_bytes,
+                                    gate_up, down, VectorKernels<Avx512Simd>::read,
+                                    tile_release};
   static const bool usable =
       cpu_has_amx_bf16() && os_grants_tiles() && adds_in_our_order();
   return usable ? &table : nullptr;

@@ -10,16 +10,13 @@
 #include <cstring>
 #pragma GCC target("avx2,fma")
 
-#include "few_rows.h"
 #include "simd_avx2.h"
+#include "vector_kernels.h"
 
 namespace duck {
 
 const KernelTable* avx2_kernels() {
-  using Kernels = VectorKernels<Avx2Simd>;
-  static const KernelTable table = {
-      "avx2",           1 << 30,       Kernels::scratch_bytes,
-      Kernels::gate_up, Kernels::down, nullptr};
+  static const KernelTable table = vector_kernel_table<Avx2Simd>("avx2");
   bool has_them = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   return has_them ? &table : nullptr;
 }

@@ -10,16 +10,13 @@
 #include <cstring>
 #pragma GCC target("avx512f,avx512bw,avx512vl,fma")
 
-#include "few_rows.h"
 #include "simd_avx512.h"
+#include "vector_kernels.h"
 
 namespace duck {
 
 const KernelTable* avx512_kernels() {
-  using Kernels = VectorKernels<Avx512Simd>;
-  static const KernelTable table = {
-      "avx512",          1 << 30,       Kernels::scratch_bytes,
-      Kernels::gate_up, Kernels::down, nullptr};
+  static const KernelTable table = vector_kernel_table<Avx512Simd>("avx512");
   bool has_them = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                   __builtin_cpu_supports("fma");
   return has_them ? &table : nullptr;

@@ -1,16 +1,13 @@
 // Kernels for any CPU.
 #include <type_traits>
 
-#include "few_rows.h"
 #include "simd_portable.h"
+#include "vector_kernels.h"
 
 namespace duck {
 
 const KernelTable* portable_kernels() {
-  using Kernels = VectorKernels<PortableSimd>;
-  static const KernelTable table = {
-      "portable",       1 << 30,       Kernels::scratch_bytes,
-      Kernels::gate_up, Kernels::down, nullptr};
+  static const KernelTable table = vector_kernel_table<PortableSimd>("portable");
   return &table;
 }
 

@@ -39,6 +39,7 @@ class Layer {
   explicit Layer(const LayerShape& shape);
 
   const LayerShape& shape() const { return shape_; }
+  size_t weight_bytes() const { return weights_.size(); }
   size_t resident_bytes() const;
   uint8_t* expert_data(int expert);
   ExpertView expert(int expert) const;

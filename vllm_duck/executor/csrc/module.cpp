@@ -228,6 +228,19 @@ PyObject* engine_first_touch(PyObject*, PyObject* const* args, Py_ssize_t num_ar
   Py_RETURN_NONE;
 }
 
+PyObject* engine_read_weights(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  if (!require_args(num_args, 2)) return nullptr;
+  auto* engine = from_capsule<Engine>(args[0], kEngineName);
+  auto* layer = engine ? from_capsule<Layer>(args[1], kLayerName) : nullptr;
+  if (!layer) return nullptr;
+  float sum;
+  {
+    WithoutGil released;
+    sum = engine->read_weights(*layer);
+  }
+  return PyFloat_FromDouble(sum);
+}
+
 bool check_ids(const int32_t* ids, Py_ssize_t count, int topk, int n_routed_experts) {
   for (Py_ssize_t i = 0; i < count; ++i)
     if (unsigned(ids[i]) >= unsigned(n_routed_experts)) {
@@ -316,6 +329,7 @@ PyMethodDef kMethods[] = {
     {"engine_new", fast(engine_new), METH_FASTCALL, nullptr},
     {"engine_isa", engine_isa, METH_O, nullptr},
     {"engine_first_touch", fast(engine_first_touch), METH_FASTCALL, nullptr},
+    {"engine_read_weights", fast(engine_read_weights), METH_FASTCALL, nullptr},
     {"forward", fast(forward), METH_FASTCALL, nullptr},
     {"supported_isas", supported_isas, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -11,6 +11,7 @@ namespace {
 struct Avx2Simd {
   typedef __m256 F;
   static constexpr int kLanes = 8;
+  static constexpr int kRegisters = 16;
 
   static F zero() { return _mm256_setzero_ps(); }
   static F broadcast(float value) { return _mm256_set1_ps(value); }

@@ -11,6 +11,7 @@ namespace {
 struct Avx512Simd {
   typedef __m512 F;
   static constexpr int kLanes = 16;
+  static constexpr int kRegisters = 32;
 
   static F zero() { return _mm512_setzero_ps(); }
   static F broadcast(float value) { return _mm512_set1_ps(value); }

@@ -11,6 +11,7 @@ struct PortableSimd {
   typedef float F __attribute__((vector_size(16)));
   typedef int32_t I __attribute__((vector_size(16)));
   static constexpr int kLanes = 4;
+  static constexpr int kRegisters = 16;
 
   static F zero() { return F{}; }
   static F broadcast(float value) { return F{value, value, value, value}; }
