@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-NOT_BENCHMARKS = ("__init__", "__main__", "common", "oracle")
+NOT_BENCHMARKS = ("__init__", "__main__", "common", "engines", "oracle", "texts")
 
 
 def main() -> int:

@@ -1,0 +1,184 @@
+"""Engines of both sides, each in a fresh process: vLLM keeps state in its process."""
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+MAX_MODEL_LEN = 2048
+KV_CACHE_BYTES = 256 << 20
+
+
+def in_fresh_process(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Run a module-level function in a process of its own; its output goes nowhere."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_be_quiet) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def start_engine(
+    model_dir: Path, *, duck: dict[str, Any] | None, **options: Any
+) -> Any:
+    """An `LLM`, its engine in this process; with ducks when `duck` is a block."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "max_model_len": MAX_MODEL_LEN,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "additional_config": {} if duck is None else {"duck": duck},
+        **options,
+    }
+    return LLM(str(model_dir), **settings)
+
+
+def duck_logits(
+    model_dir: Path, sequences: Sequence[Sequence[int]], **options: Any
+) -> list[np.ndarray]:
+    """Teacher-forced logits of each sequence through the engine, [T, vocab] fp32.
+
+    The hidden states are taken where vLLM takes them, behind the model's forward; so
+    scheduler, paged caches and chunks are all in the path.
+    """
+    import torch
+    from vllm import SamplingParams
+
+    llm = start_engine(model_dir, duck={}, enable_prefix_caching=False, **options)
+    model = _model_of(llm)
+    seen: list[torch.Tensor] = []
+    forward = model.forward
+
+    def recorded(*args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden = forward(*args, **kwargs)
+        seen.append(hidden)
+        return hidden
+
+    model.forward = recorded
+    results = []
+    one_token = SamplingParams(max_tokens=1, temperature=0.0)
+    for sequence in sequences:
+        seen.clear()
+        llm.generate({"prompt_token_ids": list(sequence)}, one_token, use_tqdm=False)
+        with torch.inference_mode():
+            hidden = torch.cat(seen)[: len(sequence)]
+            results.append(model.compute_logits(hidden).float().numpy())
+    return results
+
+
+def greedy_tokens(
+    model_dir: Path,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    duck: dict[str, Any] | None,
+    **options: Any,
+) -> list[list[int]]:
+    """Greedy continuations of the prompts, all in one batch."""
+    from vllm import SamplingParams
+
+    llm = start_engine(model_dir, duck=duck, **options)
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians of one engine, one request at a time."""
+
+    decode_tok_s: float
+    prefill_tok_s: float
+
+
+def engine_speed(
+    model_dir: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int,
+    duck: dict[str, Any] | None,
+) -> Speed:
+    """Prefill rate of each prompt, and decode rate behind a short one."""
+    from vllm import SamplingParams
+
+    llm = start_engine(model_dir, duck=duck, enable_prefix_caching=False)
+
+    def run(prompt: Sequence[int], max_tokens: int) -> tuple[float, float]:
+        """Seconds to the first token, and of the rest."""
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True
+        )
+        engine = llm.llm_engine
+        engine.add_request("0", {"prompt_token_ids": list(prompt)}, sampling)
+        start_s = time.perf_counter()
+        first_s = 0.0
+        while engine.has_unfinished_requests():
+            engine.step()
+            first_s = first_s or time.perf_counter()
+        return first_s - start_s, time.perf_counter() - first_s
+
+    run(prompts[0], 8)
+    prefill = [len(prompt) / run(prompt, 1)[0] for prompt in prompts]
+    decode = [(num_tokens - 1) / run(prompts[0][:16], num_tokens)[1] for _ in range(3)]
+    return Speed(float(np.median(decode)), float(np.median(prefill)))
+
+
+def transformers_speed(
+    checkpoint_dir: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int,
+    num_threads: int,
+) -> Speed:
+    """The same of transformers' `generate`, in bf16."""
+    import torch
+
+    from benchmarks.oracle import load_transformers
+
+    torch.set_num_threads(num_threads)
+    model = load_transformers(checkpoint_dir, torch.bfloat16)
+
+    def run(prompt: Sequence[int], max_tokens: int) -> float:
+        ids = torch.tensor([list(prompt)])
+        start_s = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens,
+                do_sample=False,
+            )
+        return time.perf_counter() - start_s
+
+    run(prompts[0], 2)
+    prefill = [len(prompt) / run(prompt, 1) for prompt in prompts]
+    short = prompts[0][:16]
+    decode = []
+    for _ in range(2):
+        first_s = run(short, 1)
+        decode.append((num_tokens - 1) / (run(short, num_tokens) - first_s))
+    return Speed(float(np.median(decode)), float(np.median(prefill)))
+
+
+def _model_of(llm: Any) -> Any:
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return worker.model_runner.model
+
+
+def _be_quiet() -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TQDM_DISABLE"] = "1"
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())

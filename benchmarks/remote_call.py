@@ -1,0 +1,90 @@
+"""What a remote call costs the host beyond the ducks' compute.
+
+One call goes to two ducks at once. Overhead is the time from before the request is
+encoded until the sum of the replies is there, less the slower duck's compute; over
+unix sockets and over TCP on loopback, at decode and at prefill sizes.
+"""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import MODEL_DIR, Result, main, percentiles
+from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.duck import MoeRequest
+from vllm_duck.executor.fleet import Fleet
+from vllm_duck.executor.local import LocalDucks
+
+NUM_DUCKS = 2
+NUM_TOPK = 4
+ROWS = (1, 2, 64, 1024)
+
+
+def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
+    summary = Checkpoint(model_dir).summary
+    for transport, listen in (("unix", None), ("tcp", _free_endpoints(NUM_DUCKS))):
+        with (
+            LocalDucks.start(
+                model_dir, num_ducks=NUM_DUCKS, num_threads=1, listen=listen
+            ) as ducks,
+            Fleet.connect(ducks.endpoints, expect=summary) as fleet,
+        ):
+            for rows in ROWS:
+                request = _request(
+                    rows,
+                    summary.hidden_size,
+                    summary.n_routed_experts,
+                    summary.layer_ids[0],
+                )
+                yield from _measure(fleet, request, transport, 200 if quick else 2000)
+
+
+def _measure(
+    fleet: Fleet, request: MoeRequest, transport: str, num_calls: int
+) -> Iterator[Result]:
+    rows = len(request.hidden)
+    num_calls = max(20, num_calls // max(1, rows // 16))
+    overheads_us = []
+    for _ in range(num_calls + 10):
+        start_ns = time.perf_counter_ns()
+        pending = fleet.start(request)
+        pending.result()
+        elapsed_us = (time.perf_counter_ns() - start_ns) / 1000
+        compute_us = max(reply.compute_us for reply in pending.replies())
+        overheads_us.append(elapsed_us - compute_us)
+    p50, p99 = percentiles(overheads_us[10:])
+    case = f"{transport}, {NUM_DUCKS} ducks, {rows} rows"
+    yield Result(case, "overhead_p50", p50, "us")
+    yield Result(case, "overhead_p99", p99, "us")
+
+
+def _request(
+    rows: int, hidden_size: int, num_experts: int, layer_idx: int
+) -> MoeRequest:
+    rng = np.random.default_rng(0)
+    # The upper half of a float32 is a bf16.
+    hidden = rng.standard_normal((rows, hidden_size), dtype=np.float32)
+    ids = np.argsort(rng.random((rows, num_experts)), axis=1)[:, :NUM_TOPK]
+    return MoeRequest(
+        layer_idx=layer_idx,
+        hidden=(hidden.view(np.uint32) >> 16).astype(np.uint16),
+        topk_ids=ids.astype(np.int32),
+        topk_weights=np.full((rows, NUM_TOPK), 0.25, dtype=np.float32),
+    )
+
+
+def _free_endpoints(count: int) -> list[str]:
+    with ExitStack() as held:
+        sockets = [
+            held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for _ in range(count)
+        ]
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+
+
+if __name__ == "__main__":
+    main("remote_call", run, __doc__)
