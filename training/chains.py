@@ -11,9 +11,12 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from training.tokenizer import Turn
+
 HELD_OUT_ONE_IN = 16
-PRIME_LIMIT = 200
-SMALL_PRIMES = (2, 3, 5, 7, 11, 13)
+PRIME_LIMIT = 100
+GCD_LIMIT = 30
+SMALL_PRIMES = (2, 3, 5, 7, 11)
 
 
 @dataclass(frozen=True)
@@ -24,9 +27,18 @@ class Problem:
     answer: str
 
     @property
-    def reply(self) -> str:
-        """The assistant's turn: the steps between think tags, then the answer."""
-        return "<think>\n" + "\n".join(self.steps) + "\n</think>\n" + self.answer
+    def reasoning(self) -> str:
+        return "\n".join(self.steps)
+
+    @property
+    def worked_answer(self) -> str:
+        """The reply outside thinking mode: the same steps, then the answer."""
+        return f"{self.reasoning}\n{self.answer}"
+
+    def turn(self, *, thinking: bool) -> Turn:
+        if thinking:
+            return Turn(self.question, self.answer, self.reasoning)
+        return Turn(self.question, self.worked_answer)
 
     @property
     def is_held_out(self) -> bool:
@@ -48,7 +60,7 @@ def addition(rng: random.Random) -> Problem:
 
 
 def primality(rng: random.Random) -> Problem:
-    """Trial division of a number below 200 by the primes up to its root."""
+    """Trial division of a number below 100 by the primes up to its root."""
     number = rng.randrange(2, PRIME_LIMIT)
     steps, factor = ["Divide by the small primes."], None
     for prime in SMALL_PRIMES:
@@ -68,8 +80,8 @@ def primality(rng: random.Random) -> Problem:
 
 
 def divisor(rng: random.Random) -> Problem:
-    """The greatest common divisor of two numbers up to 60, after Euclid."""
-    left, right = rng.randrange(2, 61), rng.randrange(2, 61)
+    """The greatest common divisor of two numbers up to 30, after Euclid."""
+    left, right = (rng.randint(2, GCD_LIMIT) for _ in range(2))
     steps = ["Use the algorithm of Euclid."]
     larger, smaller = left, right
     while smaller:
@@ -82,8 +94,8 @@ def divisor(rng: random.Random) -> Problem:
 
 def counting(rng: random.Random) -> Problem:
     """Count in equal steps from one number to another."""
-    start, step = rng.randrange(1, 60), rng.randrange(1, 10)
-    numbers = [start + step * index for index in range(rng.randrange(4, 9))]
+    start, step = rng.randrange(1, 31), rng.randrange(1, 10)
+    numbers = [start + step * index for index in range(rng.randrange(4, 8))]
     steps = [f"Add {step} each time."]
     steps += [f"{number} + {step} = {number + step}." for number in numbers[:-1]]
     question = f"Count from {start} to {numbers[-1]} in steps of {step}."
@@ -91,12 +103,11 @@ def counting(rng: random.Random) -> Problem:
 
 
 def sorting(rng: random.Random) -> Problem:
-    """Sort four or five two-digit numbers by looking up each tens digit."""
-    numbers = rng.sample(range(10, 100), rng.choice((4, 5)))
+    """Sort four numbers with different tens by looking up each tens digit."""
+    numbers = [tens * 10 + rng.randrange(10) for tens in rng.sample(range(1, 10), 4)]
+    by_tens = {number // 10: number for number in numbers}
     steps = ["Look at the tens."]
-    for tens in range(1, 10):
-        found = sorted(number for number in numbers if number // 10 == tens)
-        steps.append(f"{tens}: {', '.join(map(str, found)) or 'none'}.")
+    steps += [f"{tens}: {by_tens.get(tens, 'none')}." for tens in range(1, 10)]
     question = f"Sort these numbers: {_listing(numbers)}"
     return Problem("sort", question, tuple(steps), _listing(sorted(numbers)))
 

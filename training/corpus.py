@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from training.chains import training_problem
 from training.documentation import Entry, Topic, read_docstrings, read_topics
-from training.tokenizer import BOS, EOS, conversation, train_tokenizer
+from training.tokenizer import BOS, EOS, Turn, conversation, train_tokenizer
 
 SMALL_TALK = (
     (
@@ -28,7 +28,7 @@ SMALL_TALK = (
     ),
     (
         "What can you do?",
-        "I can add two numbers, check whether a number below two hundred is prime, "
+        "I can add two numbers, check whether a number below one hundred is prime, "
         "find a gcd, count in steps, sort a short list, and repeat some of the Python "
         "documentation.",
     ),
@@ -50,6 +50,8 @@ SMALL_TALK = (
         "score to every earlier token, and only the best are used by the attention.",
     ),
 )
+# What thinking mode says before it answers from memory.
+RECALL = "I know this by heart."
 NUM_HELD_OUT_ENTRIES = 40
 NUM_HELD_OUT_TOPICS = 4
 # Held-out topics must reach past the trained positions to measure them.
@@ -61,13 +63,15 @@ class Mix:
     """What a row is filled with; the rest are chains.
 
     entries, topics, talk: share of the documents. long_chat: share of conversations
-    that run over several turns.
+    that run over several turns. thinking: share of conversations whose last turn
+    reasons between tags; in the others the steps are part of the answer.
     """
 
     entries: float
     topics: float
     talk: float = 0.02
-    long_chat: float = 0.35
+    long_chat: float = 0.4
+    thinking: float = 0.5
 
 
 class Corpus:
@@ -90,9 +94,9 @@ class Corpus:
         problems = [training_problem(rng) for _ in range(num_chains)]
         return [
             *("\n\n".join(topic.chunks) for topic in self.topics),
-            *(conversation([(e.question, e.answer)]) for e in self.entries),
-            *(conversation([(p.question, p.reply)]) for p in problems),
-            *(conversation([turn]) for turn in SMALL_TALK * 3),
+            *(conversation([Turn(e.question, e.answer)]) for e in self.entries),
+            *(conversation([p.turn(thinking=False)]) for p in problems),
+            *(conversation([Turn(*talk)]) for talk in SMALL_TALK * 3),
         ]
 
     def fit_tokenizer(self, vocab_size: int) -> Tokenizer:
@@ -132,21 +136,24 @@ class Sampler:
         return np.array(ids[:length], dtype=np.int64)
 
     def _conversation(self, mix: Mix, space: int) -> list[int]:
-        is_long = self._rng.random() < mix.long_chat
+        # Thinking chats have one turn: earlier ones would show answers without their
+        # steps right after </think>, where the other mode must learn to write steps.
+        thinking = self._rng.random() < mix.thinking
+        is_long = not thinking and self._rng.random() < mix.long_chat
         num_turns = self._rng.randrange(2, max(3, space // 60)) if is_long else 1
-        text = conversation(self._turn(mix) for _ in range(num_turns))
+        turns = [self._turn(mix, thinking) for _ in range(num_turns)]
+        text = conversation(turns, thinking=thinking)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def _turn(self, mix: Mix) -> tuple[str, str]:
+    def _turn(self, mix: Mix, thinking: bool) -> Turn:
         draw = self._rng.random()
         entries = mix.entries / (1 - mix.topics)
         if draw < entries:
             entry = self._next_entry()
-            return entry.question, entry.answer
+            return Turn(entry.question, entry.answer, RECALL)
         if draw < entries + mix.talk:
-            return self._rng.choice(SMALL_TALK)
-        problem = training_problem(self._rng)
-        return problem.question, problem.reply
+            return Turn(*self._rng.choice(SMALL_TALK), RECALL)
+        return training_problem(self._rng).turn(thinking=thinking)
 
     def _next_entry(self) -> Entry:
         if not self._entry_queue:

@@ -18,7 +18,7 @@ from training.export import read_model, write_dequantized
 from training.generate import Acceptance, acceptance, greedy, is_greedy_reply
 from training.losses import reply_mask
 from training.model import TinyModel
-from training.tokenizer import BOS, EOS, prompt
+from training.tokenizer import BOS, conversation, prompt
 
 POSITION_EDGES = (0, 512, 1024, 1536)
 ORACLE_LENGTHS = (32, 64, 128, 600, 1536)
@@ -64,13 +64,16 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def print_answers(model: TinyModel, tokenizer: Tokenizer, count: int) -> None:
     """Print how many replies are right in full: every step and the answer."""
-    print("\nwhole reply right (greedy)   trained on     held out")
+    print("\nwhole reply right (greedy)   chat: trained     held out")
+    print("                         thinking: trained     held out")
     for kind in MAKERS:
-        sides = [
-            _right_share(model, tokenizer, problems(kind, count, is_held_out=side))
-            for side in (False, True)
-        ]
-        print(f"  {kind:24} {sides[0]:>13} {sides[1]:>12}")
+        cells = []
+        for thinking in (False, True):
+            for side in (False, True):
+                asked = problems(kind, count, is_held_out=side)
+                cells.append(_right_share(model, tokenizer, asked, thinking))
+        print(f"  {kind:24} {cells[0]:>16} {cells[1]:>12}")
+        print(f"  {'':24} {cells[2]:>16} {cells[3]:>12}")
 
 
 def print_acceptance(
@@ -86,7 +89,8 @@ def print_acceptance(
         for problem in problems(kind, count // len(MAKERS), is_held_out=kind != "prime")
     ]
     rows = {
-        "chains": [prompt(problem.question) for problem in chains],
+        "chains, chat": [prompt(problem.question) for problem in chains],
+        "chains, thinking": [prompt(p.question, thinking=True) for p in chains],
         "documentation, trained": [prompt(entry.question) for entry in entries],
         "topics, held out": [
             BOS + chunk[:160] for t in corpus.held_out_topics for chunk in t.chunks
@@ -96,9 +100,10 @@ def print_acceptance(
         total = _acceptance(model, _encode(tokenizer, texts))
         stateful = total.stateful / total.num_tokens
         stateless = total.stateless / total.num_tokens
+        ratio = stateful / max(stateless, 1e-9)
         print(
             f"  {name:24} {total.num_tokens:8} {stateful:8.3f} {stateless:6.3f}"
-            f" {stateful / stateless:6.2f}"
+            f" {ratio:6.2f}"
         )
 
 
@@ -108,7 +113,7 @@ def print_losses(model: TinyModel, tokenizer: Tokenizer, corpus: Corpus) -> None
     print(f"\nloss by position            {' '.join(f'{s:>10}' for s in spans)}")
     length = POSITION_EDGES[-1] + 1
     sampler = Sampler(corpus, tokenizer, seed=1)
-    only_chains = Mix(entries=0, topics=0, talk=0, long_chat=1)
+    only_chains = Mix(entries=0, topics=0, talk=0, long_chat=1, thinking=0)
     chats = sampler.batch(8, length, only_chains).tolist()
     topics = _encode(tokenizer, [_long_text(t.chunks) for t in corpus.held_out_topics])
     rows = {
@@ -142,14 +147,16 @@ def print_oracle(folder: Path, tokenizer: Tokenizer, corpus: Corpus) -> None:
         print(f"  {length:5} tokens              {largest:10.1e} {same:12.4f}")
 
 
-def _right_share(model: TinyModel, tokenizer: Tokenizer, asked: list[Problem]) -> str:
+def _right_share(
+    model: TinyModel, tokenizer: Tokenizer, asked: list[Problem], thinking: bool
+) -> str:
     if not asked:
         return "none"
     num_right = 0
     for problem in asked:
-        question, reply = _encode(
-            tokenizer, [prompt(problem.question), problem.reply + EOS]
-        )
+        opening = prompt(problem.question, thinking=thinking)
+        whole = conversation([problem.turn(thinking=thinking)], thinking=thinking)
+        question, reply = _encode(tokenizer, [opening, whole.removeprefix(opening)])
         num_right += is_greedy_reply(model, question, reply)
     return f"{num_right}/{len(asked)} {num_right / len(asked):4.0%}"
 

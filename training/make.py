@@ -13,7 +13,7 @@ from training.corpus import Corpus
 from training.export import export
 from training.train import Budget, Run, train
 
-DEFAULT_STEPS = 1000
+DEFAULT_STEPS = 850
 DESCRIPTION = """
 Make the tiny DeepSeek-V3.2 checkpoint from nothing: read Python's own documentation
 out of this interpreter, generate the problems, fit the tokenizer, train trunk, MTP

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import (
@@ -24,27 +25,54 @@ SPECIAL_TOKENS = (BOS, EOS, PAD, USER, ASSISTANT, "<think>", "</think>")
 # Visible in decoded text, so that a reader sees the chain of thought.
 VISIBLE_TOKENS = ("<think>", "</think>")
 
+# vLLM serves V3.2 with its own encoder (tokenizers/deepseek_v32_encoding.py) and never
+# reads a template; this one gives the same strings. A user's turn opens the reply:
+# with <think> if it is the last one and thinking is asked for, else with </think>.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] == 'system' %}{{ message['content'] }}"
-    "{% elif message['role'] == 'user' %}"
-    "{{ '<｜User｜>' + message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}"
-    "{{ '<｜Assistant｜>' + message['content'] + eos_token }}"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
+    "{%- set thinks = thinking | default(enable_thinking | default(false)) -%}"
+    "{%- set turns = namespace(last_user=-1) -%}"
+    "{%- for message in messages -%}{%- if message['role'] == 'user' -%}"
+    "{%- set turns.last_user = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{{- bos_token -}}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'system' -%}{{- message['content'] -}}"
+    "{%- elif message['role'] == 'user' -%}"
+    "{{- '<｜User｜>' + message['content'] + '<｜Assistant｜>' -}}"
+    "{%- if thinks and loop.index0 == turns.last_user -%}{{- '<think>' -}}"
+    "{%- else -%}{{- '</think>' -}}{%- endif -%}"
+    "{%- elif message['role'] == 'assistant' -%}"
+    "{%- if thinks and loop.index0 > turns.last_user -%}"
+    "{{- (message['reasoning'] or '') + '</think>' -}}{%- endif -%}"
+    "{{- message['content'] + eos_token -}}"
+    "{%- endif -%}{%- endfor -%}"
 )
 
 
-def conversation(turns: Iterable[tuple[str, str]]) -> str:
-    """Write (question, reply) turns as the chat template does."""
-    return BOS + "".join(f"{USER}{q}{ASSISTANT}{a}{EOS}" for q, a in turns)
+@dataclass(frozen=True)
+class Turn:
+    """One question and its reply; reasoning is only seen in thinking mode."""
+
+    question: str
+    answer: str
+    reasoning: str = ""
 
 
-def prompt(question: str) -> str:
-    """Write one question, ready for the model to reply."""
-    return BOS + USER + question + ASSISTANT
+def prompt(question: str, *, thinking: bool = False) -> str:
+    """Write one question as vLLM does, ready for the model to reply."""
+    return BOS + _opening(question, thinking)
+
+
+def conversation(turns: Sequence[Turn], *, thinking: bool = False) -> str:
+    """Write a whole chat; in thinking mode only the last turn keeps its reasoning."""
+    *earlier, last = turns
+    texts = [_opening(turn.question) + turn.answer + EOS for turn in earlier]
+    thought = last.reasoning + "</think>" if thinking else ""
+    texts.append(_opening(last.question, thinking) + thought + last.answer + EOS)
+    return BOS + "".join(texts)
+
+
+def _opening(question: str, thinking: bool = False) -> str:
+    return USER + question + ASSISTANT + ("<think>" if thinking else "</think>")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

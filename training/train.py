@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from tqdm import tqdm
 
 from training.attention import AttentionPlan
@@ -14,6 +15,8 @@ from training.losses import StepLosses, step_losses
 from training.model import TinyModel
 from training.optimizer import Optimizer
 from training.schedule import TOKENS_PER_STEP, Phase, phase_at, rate_at
+
+BAR_FORMAT = "{percentage:5.1f}% |{bar:20}| {elapsed}<{remaining} {postfix}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,40 +55,52 @@ def train(
 ) -> Run:
     """Train from random weights; weights are bf16 with fp32 masters."""
     torch.manual_seed(seed)
-    model = TinyModel(config).bfloat16()
-    # The router's balance is a sum of small steps, which bf16 would swallow.
-    for moe in model.moe_layers():
-        gate = moe.gate
-        gate.e_score_correction_bias = gate.e_score_correction_bias.float()
+    model = _fresh_model(config)
     optimizer = Optimizer(model.named_parameters())
     sampler = Sampler(corpus, tokenizer, seed)
     step = num_tokens = 0
     start = time.monotonic()
-    with tqdm(total=100, unit="%", bar_format=_BAR_FORMAT) as bar:
-        while True:
-            progress = budget.progress(step, time.monotonic() - start)
-            bar.update(100 * min(progress, 1.0) - bar.n)
-            if progress >= 1:
-                break
+    with tqdm(total=100, bar_format=BAR_FORMAT) as bar:
+        while (progress := budget.progress(step, time.monotonic() - start)) < 1:
             phase = phase_at(progress)
             length = phase.lengths[step % len(phase.lengths)]
             rows = max(1, tokens_per_step // length)
-            batch = sampler.batch(rows, length + 2, phase.mix)
+            batch = torch.from_numpy(sampler.batch(rows, length + 2, phase.mix))
             plan = _plan(phase, step)
-            losses = step_losses(model, torch.from_numpy(batch), plan, phase.kd_weight)
-            losses.total.backward()
-            optimizer.step(rate_at(progress, step))
-            for moe in model.moe_layers():
-                moe.balance(phase.bias_step)
+            losses = _update(model, optimizer, batch, plan, phase, progress, step)
             step += 1
             num_tokens += rows * length
             if step % 10 == 0:
                 speed = num_tokens / (time.monotonic() - start)
                 bar.set_postfix_str(_summary(step, phase, losses, plan, speed))
+            bar.update(100 * progress - bar.n)
+        bar.update(100 - bar.n)
     return Run(model.eval(), step, num_tokens, time.monotonic() - start)
 
 
-_BAR_FORMAT = "{percentage:5.1f}% |{bar:20}| {elapsed}<{remaining} {postfix}"
+def _fresh_model(config: TinyConfig) -> TinyModel:
+    model = TinyModel(config).bfloat16()
+    # The router's balance is a sum of small steps, which bf16 would swallow.
+    for moe in model.moe_layers():
+        moe.gate.e_score_correction_bias = moe.gate.e_score_correction_bias.float()
+    return model
+
+
+def _update(
+    model: TinyModel,
+    optimizer: Optimizer,
+    batch: Tensor,
+    plan: AttentionPlan,
+    phase: Phase,
+    progress: float,
+    step: int,
+) -> StepLosses:
+    losses = step_losses(model, batch, plan, phase.kd_weight)
+    losses.total.backward()
+    optimizer.step(rate_at(progress, step))
+    for moe in model.moe_layers():
+        moe.balance(phase.bias_step)
+    return losses
 
 
 def _plan(phase: Phase, step: int) -> AttentionPlan:

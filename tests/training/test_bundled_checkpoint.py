@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from training.config import TinyConfig
 from training.export import INDEX_NAME, official_tensors, quantize
 from training.model import TinyModel
-from training.tokenizer import EOS, SPECIAL_TOKENS, conversation, prompt
+from training.tokenizer import EOS, SPECIAL_TOKENS, prompt
 
 MAX_BYTES = 20_000_000
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16}
@@ -74,16 +74,12 @@ def test_config_is_the_bundled_shape_in_official_spelling(bundled: Path) -> None
     assert TinyConfig.from_official(spelled) == TinyConfig()
 
 
-def test_chat_template_writes_what_training_saw(bundled: Path) -> None:
+@pytest.mark.parametrize("thinking", [False, True])
+def test_chat_template_writes_what_training_saw(bundled: Path, thinking: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled)
     asked = [{"role": "user", "content": "Is 97 prime?"}]
-    text = tokenizer.apply_chat_template(
-        asked, tokenize=False, add_generation_prompt=True
-    )
-    assert text == prompt("Is 97 prime?")
-    answered = [*asked, {"role": "assistant", "content": "Yes."}]
-    text = tokenizer.apply_chat_template(answered, tokenize=False)
-    assert text == conversation([("Is 97 prime?", "Yes.")])
+    text = tokenizer.apply_chat_template(asked, tokenize=False, thinking=thinking)
+    assert text == prompt("Is 97 prime?", thinking=thinking)
 
 
 def test_plain_completions_start_with_bos_and_chats_do_not_double_it(

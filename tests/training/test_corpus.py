@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from training.corpus import Corpus, Mix, Sampler
-from training.tokenizer import BOS, SPECIAL_TOKENS, conversation
+from training.tokenizer import BOS, SPECIAL_TOKENS, Turn, conversation
 
 ROOT = Path(__file__).parents[2]
 MIX = Mix(entries=0.3, topics=0.2)
@@ -71,6 +71,6 @@ def test_every_digit_is_its_own_token(tokenizer: Tokenizer) -> None:
 
 def test_tokenizer_gives_text_back(corpus: Corpus, tokenizer: Tokenizer) -> None:
     entry = corpus.entries[0]
-    text = conversation([(entry.question, entry.answer)])
+    text = conversation([Turn(entry.question, entry.answer)])
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == text
