@@ -48,9 +48,8 @@ def test_answer_is_right(kind: str) -> None:
 @pytest.mark.parametrize("kind", MAKERS)
 def test_every_equation_in_the_steps_holds(kind: str) -> None:
     for problem in _make_problems(kind):
-        for left, right in re.findall(
-            r"([\dx +]+) = ([\dx +]+)", problem.worked_answer
-        ):
+        text = problem.worked_answer
+        for left, right in re.findall(r"([\dx +]+) = ([\dx +]+)", text):
             sides = [eval(side.replace("x", "*")) for side in (left, right)]
             assert sides[0] == sides[1], text
 
