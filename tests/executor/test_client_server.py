@@ -242,6 +242,18 @@ def test_closing_the_client_fails_the_calls_in_flight(start_server, connect):
         duck.start(make_request())
 
 
+def test_raw_garbage_on_the_port_does_not_disturb_the_duck(start_server, connect):
+    server = start_server()
+    host, _, port = server.endpoint.rpartition(":")
+    rng = np.random.default_rng(0)
+    http2_preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    for prefix in (b"", b"GET / HTTP/1.1\r\n\r\n", http2_preface):
+        for _ in range(20):
+            with socket.create_connection((host, int(port)), timeout=30) as raw:
+                raw.sendall(prefix + rng.bytes(200))
+    connect(server.endpoint).start(make_request()).result()
+
+
 def test_two_hosts_share_one_duck(start_server, connect):
     server = start_server()
     ducks = [connect(server.endpoint, reply_dtype="fp32") for _ in range(2)]

@@ -90,6 +90,19 @@ def test_a_duck_that_dies_is_named_and_its_calls_fail(bf16_checkpoint):
             fleet.start(make_request()).result()
 
 
+def test_a_duck_that_hangs_is_a_timeout_with_its_name(bf16_checkpoint):
+    with (
+        LocalDucks.start(bf16_checkpoint.model_dir, num_ducks=2) as ducks,
+        Fleet.connect(ducks.endpoints, deadline_s=0.5) as fleet,
+    ):
+        os.kill(ducks.pids[1], signal.SIGSTOP)
+        with pytest.raises(DuckTimeout, match=ducks.endpoints[1]):
+            fleet.start(make_request()).result()
+        with pytest.raises(DuckTimeout, match=ducks.endpoints[1]):
+            fleet.describe()
+        os.kill(ducks.pids[1], signal.SIGCONT)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_ducks_end_when_their_parent_is_killed(tmp_path, bf16_checkpoint, how):
     code = f"""
