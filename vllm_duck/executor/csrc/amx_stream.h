@@ -9,8 +9,9 @@
 namespace duck {
 namespace {
 
-// Gate and up of one group, or groups of down: as many as there are C tiles. Fewer would
-// leave the unit's latency in sight, because a down block is just one or two tiles deep.
+// Gate and up of one group, or groups of down: as many as there are C tiles. Fewer
+// would leave the unit's latency in sight, because a down block is just one or two
+// tiles deep.
 constexpr int kMaxMatrices = 4;
 constexpr int kTotalStride = kMaxMatrices * kGroup;
 
@@ -95,8 +96,9 @@ class Stream {
 // Streams num_items items of num_segments blocks each. An item's total is complete,
 // and finish(item, total) called, when the next item has begun.
 template <class MakeBlock, class Finish>
-inline void stream_items(int num_items, int num_segments, int num_rows, uint8_t* scratch,
-                         const MakeBlock& make_block, const Finish& finish) {
+inline void stream_items(int num_items, int num_segments, int num_rows,
+                         uint8_t* scratch, const MakeBlock& make_block,
+                         const Finish& finish) {
   Stream stream(num_rows, scratch);
   alignas(64) float totals[2][kTileRows * kTotalStride];
   for (int item = 0; item < num_items; ++item) {

@@ -18,7 +18,9 @@ inline uint32_t bits_from_float(float value) {
   return bits;
 }
 
-inline float bf16_to_float(uint16_t bits) { return float_from_bits(uint32_t(bits) << 16); }
+inline float bf16_to_float(uint16_t bits) {
+  return float_from_bits(uint32_t(bits) << 16);
+}
 
 inline uint16_t bf16_from_float(float value) {
   uint32_t bits = bits_from_float(value);

@@ -4,7 +4,8 @@ namespace duck {
 
 std::vector<const KernelTable*> supported_kernels() {
   std::vector<const KernelTable*> found;
-  for (auto* table : {amx_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()})
+  for (auto* table :
+       {amx_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()})
     if (table) found.push_back(table);
   return found;
 }

@@ -51,8 +51,12 @@ void* Buffer::reserve(size_t num_bytes) {
   return data_.get();
 }
 
-Engine::Engine(const KernelTable* kernels, int num_threads, const std::vector<int>& cpus)
-    : kernels_(kernels), pool_(num_threads, cpus), scratch_(num_threads), y_(num_threads) {}
+Engine::Engine(const KernelTable* kernels, int num_threads,
+               const std::vector<int>& cpus)
+    : kernels_(kernels),
+      pool_(num_threads, cpus),
+      scratch_(num_threads),
+      y_(num_threads) {}
 
 void Engine::forward(const Call& call) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -84,7 +88,8 @@ void Engine::forward_rows(const Call& call) {
       int(std::min<size_t>(pool_.num_threads(), 1 + work / kBytesPerWorker));
   for (int w = 0; w < num_workers; ++w) {
     scratch_[w].reserve(kernels_->scratch_bytes(shape, max_rows_));
-    y_[w].reserve(size_t(call.num_tokens) * down_chunk(call.num_tokens) * kGroup * sizeof(float));
+    y_[w].reserve(size_t(call.num_tokens) * down_chunk(call.num_tokens) * kGroup *
+                  sizeof(float));
   }
   widen_hidden(call);
   HiddenRows hidden = {call.hidden, static_cast<float*>(hidden_fp32_.reserve(0))};
@@ -141,7 +146,8 @@ void Engine::widen_hidden(const Call& call) {
   }
 }
 
-void Engine::gate_up_phase(const Call& call, int num_workers, const HiddenRows& hidden) {
+void Engine::gate_up_phase(const Call& call, int num_workers,
+                           const HiddenRows& hidden) {
   int groups = call.layer->shape().column_groups();
   bool is_many = pair_tokens_.size() > kManyRows * active_.size();
   int num_regions = is_many ? 1 : std::min(num_workers, groups);
@@ -183,7 +189,8 @@ void Engine::write_out(const Call& call, const float* y, int first_column,
     if (call.out_fp32)
       std::memcpy(call.out_fp32 + at, y, num_columns * sizeof(float));
     else
-      for (int i = 0; i < num_columns; ++i) call.out_bf16[at + i] = bf16_from_float(y[i]);
+      for (int i = 0; i < num_columns; ++i)
+        call.out_bf16[at + i] = bf16_from_float(y[i]);
   }
 }
 

@@ -19,7 +19,7 @@ struct Call {
   const float* topk_weights;  // [T][K]
   int num_tokens;
   int topk;
-  int expert_lo;  // global id of the layer's first expert
+  int expert_lo;       // global id of the layer's first expert
   float* out_fp32;     // [T][hidden]: this one,
   uint16_t* out_bf16;  // or this one
 };

@@ -33,7 +33,8 @@ inline void prefetch_step(const uint8_t* tile, int step) {
 }
 
 // acc[r][i] += tile . x[r], for lanes i of the columns from `column` on.
-template <class S, Format kFormat, int R, int kVectors, bool kAnyZeroExponent, int kSteps>
+template <class S, Format kFormat, int R, int kVectors, bool kAnyZeroExponent,
+          int kSteps>
 inline void tile_dot(const uint8_t* tile, int column, const float* const x[], int k,
                      typename S::F acc[R][kVectors]) {
   typename S::F even[R][kVectors], odd[R][kVectors];
@@ -98,7 +99,8 @@ void gate_up_few(const ExpertRows& rows, int first_row, int group,
   KAxis axis = shape.gate_up_axis();
   const uint8_t* weights = rows.expert.gate_up(group);
   const uint8_t* marks = rows.expert.gate_up_marks(group);
-  const float* scales[2] = {rows.expert.gate_scales(group), rows.expert.up_scales(group)};
+  const float* scales[2] = {rows.expert.gate_scales(group),
+                            rows.expert.up_scales(group)};
   const float* x[R];
   for (int r = 0; r < R; ++r)
     x[r] = hidden.fp32 + size_t(rows.tokens[first_row + r]) * shape.hidden;
@@ -144,11 +146,15 @@ void down_few(const ExpertRows& rows, int first_row, int group, const float* con
 template <class Body>
 inline void for_row_chunks(int num_rows, const Body& body) {
   int first = 0;
-  for (; num_rows - first >= 4; first += 4) body(std::integral_constant<int, 4>(), first);
+  for (; num_rows - first >= 4; first += 4)
+    body(std::integral_constant<int, 4>(), first);
   switch (num_rows - first) {
-    case 3: return body(std::integral_constant<int, 3>(), first);
-    case 2: return body(std::integral_constant<int, 2>(), first);
-    case 1: return body(std::integral_constant<int, 1>(), first);
+    case 3:
+      return body(std::integral_constant<int, 3>(), first);
+    case 2:
+      return body(std::integral_constant<int, 2>(), first);
+    case 1:
+      return body(std::integral_constant<int, 1>(), first);
   }
 }
 

@@ -25,7 +25,8 @@ namespace {
 // 32 KiB of tiles, two thirds of an L1 cache.
 constexpr int kMaxGroups = 4;
 
-// How many rows a tile gets: as even as possible, so 17 rows are 9 and 9, not 16 and 16.
+// How many rows a tile gets: as even as possible, so 17 rows are 9 and 9, not 16
+// and 16.
 struct RowTiles {
   int num_tiles, rows_per_tile;
 
@@ -68,8 +69,9 @@ struct GateUpScratch {
 };
 
 // One segment of `num_groups` groups from `first_group` on, all rows.
-void multiply_segment(const ExpertRows& rows, const RowTiles& row_tiles, int first_group,
-                     int num_groups, int segment, const GateUpScratch& scratch) {
+void multiply_segment(const ExpertRows& rows, const RowTiles& row_tiles,
+                      int first_group, int num_groups, int segment,
+                      const GateUpScratch& scratch) {
   const ExpertView& expert = rows.expert;
   int num_tiles = gate_up_segment(expert, first_group, segment, 0).num_tiles();
   int per_tile = row_tiles.rows_per_tile;
@@ -100,7 +102,7 @@ void multiply_segment(const ExpertRows& rows, const RowTiles& row_tiles, int fir
 }
 
 void gate_up_many(const ExpertRows& rows, int begin, int end, const HiddenRows& hidden,
-             uint8_t* scratch_at) {
+                  uint8_t* scratch_at) {
   const LayerShape& shape = *rows.expert.shape;
   KAxis axis = shape.gate_up_axis();
   RowTiles row_tiles(rows.num_rows);
@@ -141,7 +143,8 @@ void add_to_tokens(const ExpertRows& rows, int first_row, int num_rows, int matr
 
 // One or two groups for all rows; b[group][segment] are their tiles.
 void down_groups(const ExpertRows& rows, const RowTiles& row_tiles, int first_group,
-                 int matrices, const uint8_t* const (*b)[2], float* y, size_t y_stride) {
+                 int matrices, const uint8_t* const (*b)[2], float* y,
+                 size_t y_stride) {
   const LayerShape& shape = *rows.expert.shape;
   KAxis axis = shape.down_axis();
   const float* scales[2] = {rows.expert.down_scales(first_group),
@@ -156,7 +159,8 @@ void down_groups(const ExpertRows& rows, const RowTiles& row_tiles, int first_gr
     std::memset(total, 0, size_t(pair) * per_tile * 2 * kGroup * sizeof(float));
     for (int s = 0; s < axis.num_segments(); ++s) {
       int num_tiles = ceil_div(axis.end(s) - axis.begin(s), kTileK);
-      auto* data = reinterpret_cast<const uint8_t*>(rows.act) + row * row_bytes + at * 2;
+      auto* data =
+          reinterpret_cast<const uint8_t*>(rows.act) + row * row_bytes + at * 2;
       Activations a = {data, row_bytes, kTileRowBytes, per_tile * row_bytes};
       float scale[2] = {scales[0][s], scales[1][s]};
       multiply_any(pair, matrices, a, b[s], num_tiles, &products);
@@ -173,7 +177,7 @@ size_t down_scratch_bytes(const LayerShape& shape) {
 }
 
 void down_many(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
-          uint8_t* scratch) {
+               uint8_t* scratch) {
   const ExpertView& expert = rows.expert;
   int segments = expert.shape->down_axis().num_segments();
   RowTiles row_tiles(rows.num_rows);
@@ -253,7 +257,9 @@ void down_few(const ExpertRows& rows, int begin, int end, float* y, size_t y_str
   const ExpertView& expert = rows.expert;
   KAxis axis = expert.shape->down_axis();
   auto first_group = [&](int item) { return begin + kMaxMatrices * item; };
-  auto num_groups = [&](int item) { return std::min(kMaxMatrices, end - first_group(item)); };
+  auto num_groups = [&](int item) {
+    return std::min(kMaxMatrices, end - first_group(item));
+  };
   auto make_block = [&](int item, int s) {
     int group = first_group(item);
     Block block;
@@ -270,8 +276,8 @@ void down_few(const ExpertRows& rows, int begin, int end, float* y, size_t y_str
     add_to_tokens(rows, 0, rows.num_rows, num_groups(item), total, kTotalStride,
                   y + item * kTotalStride, y_stride);
   };
-  stream_items(ceil_div(end - begin, kMaxMatrices), axis.num_segments(), rows.num_rows, scratch,
-               make_block, finish);
+  stream_items(ceil_div(end - begin, kMaxMatrices), axis.num_segments(), rows.num_rows,
+               scratch, make_block, finish);
 }
 
 void gate_up(const ExpertRows& rows, int begin, int end, const HiddenRows& hidden,
@@ -350,8 +356,8 @@ bool adds_in_our_order() {
 }  // namespace
 
 const KernelTable* amx_kernels() {
-  static const KernelTable table = {"amx", 0,    scratch_bytes,
-                                    gate_up, down, VectorKernels<Avx512Simd>::read,
+  static const KernelTable table = {"amx",       0,    scratch_bytes,
+                                    gate_up,     down, VectorKernels<Avx512Simd>::read,
                                     tile_release};
   static const bool usable =
       cpu_has_amx_bf16() && os_grants_tiles() && adds_in_our_order();

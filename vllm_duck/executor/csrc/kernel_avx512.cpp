@@ -17,8 +17,8 @@ namespace duck {
 
 const KernelTable* avx512_kernels() {
   static const KernelTable table = vector_kernel_table<Avx512Simd>("avx512");
-  bool has_them = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                  __builtin_cpu_supports("fma");
+  bool has_them = __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
   return has_them ? &table : nullptr;
 }
 

@@ -87,8 +87,8 @@ bool fix_scales(const float* source, size_t count, float* out) {
 }  // namespace
 
 Mapping::Mapping(size_t num_bytes) : size_(num_bytes) {
-  void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                  -1, 0);
+  void* at =
+      mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
   madvise(at, size_, MADV_HUGEPAGE);
@@ -135,7 +135,8 @@ PackResult Layer::pack(int expert, int matrix, const SourceMatrix& source) {
     const uint8_t* rows = source.data + group * kGroup * source.row_bytes;
     for (int s = 0; s < axis.num_segments(); ++s) {
       int begin = axis.begin(s), num_k = axis.end(s) - begin;
-      size_t at = size_t(kGroup) * bytes * (is_down ? begin : 2 * begin + matrix * num_k);
+      size_t at =
+          size_t(kGroup) * bytes * (is_down ? begin : 2 * begin + matrix * num_k);
       uint8_t mark = pack_segment(shape_.format, rows + begin * bytes, source.row_bytes,
                                   num_k, out + at, &not_finite);
       marks[is_down ? s : 2 * s + matrix] = mark;

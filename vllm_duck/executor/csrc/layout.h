@@ -57,7 +57,8 @@ struct KAxis {
   // tile of 32 never reaches into a neighbour.
   int padded_begin(int segment) const {
     int at = 0;
-    for (int s = 0; s < segment; ++s) at += ceil_div(end(s) - begin(s), kTileK) * kTileK;
+    for (int s = 0; s < segment; ++s)
+      at += ceil_div(end(s) - begin(s), kTileK) * kTileK;
     return at;
   }
   int padded_length() const { return padded_begin(num_segments()); }
@@ -100,8 +101,7 @@ struct LayerShape {
     return size_t(2) * column_groups() * gate_up_axis().num_segments();
   }
   size_t expert_marks() const {
-    return gate_up_marks() +
-           size_t(hidden_groups()) * down_axis().num_segments();
+    return gate_up_marks() + size_t(hidden_groups()) * down_axis().num_segments();
   }
   size_t expert_scales() const { return size_t(3) * column_blocks() * hidden_blocks(); }
 };
@@ -138,7 +138,8 @@ struct ExpertView {
   }
   const float* down_scales(int group) const {
     size_t blocks = size_t(shape->column_blocks()) * shape->hidden_blocks();
-    return scales + 2 * blocks + size_t(group * kGroup / kBlock) * shape->column_blocks();
+    return scales + 2 * blocks +
+           size_t(group * kGroup / kBlock) * shape->column_blocks();
   }
 };
 

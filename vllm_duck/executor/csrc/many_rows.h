@@ -78,7 +78,8 @@ void multiply_segment(const SegmentFloats w[2], int num_k, const float scales[2]
   for (int row = 0; row < num_rows; row += kRows) {
     alignas(64) float acc[kRows * 2 * kGroup] = {};
     for (int k = 0; k < num_k; k += kTileK)
-      multiply_tile<S, kRows>(w[0] + k, w[1] + k, x + row * x_stride + k, x_stride, acc);
+      multiply_tile<S, kRows>(w[0] + k, w[1] + k, x + row * x_stride + k, x_stride,
+                              acc);
     float* at = total + size_t(row) * 2 * kGroup;
     for (int i = 0; i < kRows * 2 * kGroup; i += S::kLanes) {
       typename S::F scale = S::broadcast(scales[i / kGroup % 2]);
@@ -129,8 +130,8 @@ void gate_up_many(const ExpertRows& rows, int begin, int end, const HiddenRows& 
       int padded_k = ceil_div(num_k, kTileK) * kTileK;
       widen_rows(rows, hidden.bf16, k, num_k, padded_k, scratch.x);
       for (int g = 0; g < groups; ++g) {
-        const uint8_t* from = expert.gate_up(first + g) +
-                              size_t(kGroup) * element_bytes(kFormat) * 2 * k;
+        const uint8_t* from =
+            expert.gate_up(first + g) + size_t(kGroup) * element_bytes(kFormat) * 2 * k;
         size_t bytes = size_t(kGroup) * element_bytes(kFormat) * num_k;
         decode_segment<S, kFormat>(from, num_k, scratch.w[0]);
         decode_segment<S, kFormat>(from + bytes, num_k, scratch.w[1]);

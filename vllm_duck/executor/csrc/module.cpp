@@ -64,11 +64,17 @@ class View {
  private:
   bool check_type(const char* name, const char* codes) const {
     const char* format = buffer_.format ? buffer_.format : "B";
-    if (std::strlen(format) == 1 && std::strchr(codes, format[0])) return true;
-    PyErr_Format(shape_error, "%s must have a type code in \"%s\", got \"%s\"", name,
-                 codes, format);
+    if (std::strlen(format) == 1 && std::strchr(codes, format[0]) &&
+        buffer_.itemsize == size_of(format[0]))
+      return true;
+    PyErr_Format(shape_error,
+                 "%s must have a type code in \"%s\", got \"%s\" of %zd bytes", name,
+                 codes, format, buffer_.itemsize);
     return false;
   }
+
+  // "l" is 32-bit on some platforms and 64-bit on others.
+  static Py_ssize_t size_of(char code) { return code == 'B' ? 1 : code == 'H' ? 2 : 4; }
 
   bool check_shape(const char* name, std::initializer_list<Py_ssize_t> shape) const {
     bool good = buffer_.ndim == int(shape.size());

@@ -24,8 +24,9 @@ class Pool {
   // all are done. One caller at a time.
   template <class Job>
   void run(int num_workers, const Job& job) {
-    run_raw(num_workers, &job,
-            [](const void* ctx, int worker) { (*static_cast<const Job*>(ctx))(worker); });
+    run_raw(num_workers, &job, [](const void* ctx, int worker) {
+      (*static_cast<const Job*>(ctx))(worker);
+    });
   }
 
  private:

@@ -40,27 +40,27 @@ struct Avx512Simd {
     pairs[1] = to_bf16<kAnyZeroExponent>(codes);
   }
 
-  static void decode_bf16(const uint8_t* at, F w[2]) { split(_mm512_loadu_si512(at), w); }
+  static void decode_bf16(const uint8_t* at, F w[2]) {
+    split(_mm512_loadu_si512(at), w);
+  }
 
  private:
   template <bool kAnyZeroExponent>
   static __m512i to_bf16(__m512i high_bytes) {
     constexpr int kAndOr = 0xea;  // (a & b) | c
     __m512i placed = _mm512_srai_epi16(high_bytes, 4);
-    __m512i value =
-        _mm512_ternarylogic_epi32(placed, _mm512_set1_epi16(int16_t(0x87f0)),
-                                  _mm512_set1_epi16(0x3800), kAndOr);
+    __m512i value = _mm512_ternarylogic_epi32(
+        placed, _mm512_set1_epi16(int16_t(0x87f0)), _mm512_set1_epi16(0x3800), kAndOr);
     if (!kAnyZeroExponent) return value;
     // m * 2^-17 for m = 0..7, looked up by the five bits that hold exponent and
     // mantissa; only lanes with a zero exponent use it.
-    const __m512i subnormals = _mm512_castsi128_si512(_mm_setr_epi16(
-        0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860));
-    __mmask32 is_subnormal =
-        _mm512_testn_epi16_mask(placed, _mm512_set1_epi16(0x0780));
+    const __m512i subnormals = _mm512_castsi128_si512(
+        _mm_setr_epi16(0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860));
+    __mmask32 is_subnormal = _mm512_testn_epi16_mask(placed, _mm512_set1_epi16(0x0780));
     __m512i looked_up =
         _mm512_permutexvar_epi16(_mm512_srli_epi16(placed, 4), subnormals);
-    looked_up = _mm512_ternarylogic_epi32(
-        placed, _mm512_set1_epi16(int16_t(0x8000)), looked_up, kAndOr);
+    looked_up = _mm512_ternarylogic_epi32(placed, _mm512_set1_epi16(int16_t(0x8000)),
+                                          looked_up, kAndOr);
     return _mm512_mask_mov_epi16(value, is_subnormal, looked_up);
   }
   static void split(__m512i pairs, F w[2]) {

@@ -76,8 +76,13 @@ struct VectorKernels {
 template <class S>
 KernelTable vector_kernel_table(const char* name) {
   using Kernels = VectorKernels<S>;
-  return {name,          kMaxFewRows,   Kernels::scratch_bytes, Kernels::gate_up,
-          Kernels::down, Kernels::read, nullptr};
+  return {name,
+          kMaxFewRows,
+          Kernels::scratch_bytes,
+          Kernels::gate_up,
+          Kernels::down,
+          Kernels::read,
+          nullptr};
 }
 
 }  // namespace
