@@ -1,4 +1,4 @@
-"""Builds the duck kernel and declares the package and its vLLM entry point."""
+"""Builds the kernels of duck and host; declares the package and its entry points."""
 
 import os
 import re
@@ -14,30 +14,51 @@ VERSION = re.search(
 )[1]
 VLLM = "0.32.0"
 
-CSRC = "vllm_duck/executor/csrc"
-KERNEL = Extension(
-    "vllm_duck.executor._kernel",
-    sources=sorted(f"{CSRC}/{path.name}" for path in (ROOT / CSRC).glob("*.cpp")),
-    depends=sorted(f"{CSRC}/{path.name}" for path in (ROOT / CSRC).glob("*.h")),
-    # The stable ABI of 3.11: one build serves every later CPython.
-    define_macros=[("Py_LIMITED_API", "0x030B0000")],
-    py_limited_api=True,
-    extra_compile_args=[
-        "-std=c++17",
-        "-O3",
-        # Every instruction set must round alike: fuse only where the source says so.
-        "-ffp-contract=off",
-        "-fno-math-errno",
-        "-fvisibility=hidden",
-        "-pthread",
-        "-g0",
-        # g++ 12 takes the undefined registers inside its own intrinsics for a mistake.
-        "-Wno-uninitialized",
-        "-Wno-maybe-uninitialized",
-        # No -march: each kernel_*.cpp names its instructions and is chosen at run time.
-        *os.environ.get("VLLM_DUCK_CXXFLAGS", "").split(),
-    ],
-    extra_link_args=["-pthread", *os.environ.get("VLLM_DUCK_LDFLAGS", "").split()],
+DUCK_CSRC = "vllm_duck/executor/csrc"
+HOST_CSRC = "vllm_duck/models/csrc"
+
+
+def files(folder, pattern):
+    return sorted(f"{folder}/{path.name}" for path in (ROOT / folder).glob(pattern))
+
+
+def extension(name, sources, folders):
+    return Extension(
+        name,
+        sources=sources,
+        depends=[header for folder in folders for header in files(folder, "*.h")],
+        include_dirs=folders,
+        # The stable ABI of 3.11: one build serves every later CPython.
+        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        py_limited_api=True,
+        extra_compile_args=[
+            "-std=c++17",
+            "-O3",
+            # Every instruction set must round alike: fuse only where the source says.
+            "-ffp-contract=off",
+            "-fno-math-errno",
+            "-fvisibility=hidden",
+            "-pthread",
+            "-g0",
+            # g++ 12 takes the undefined registers inside its own intrinsics for a
+            # mistake; what -Wpsabi warns of stays within one source.
+            "-Wno-uninitialized",
+            "-Wno-maybe-uninitialized",
+            "-Wno-psabi",
+            # No -march: each source of an instruction set names it and is chosen at
+            # run time.
+            *os.environ.get("VLLM_DUCK_CXXFLAGS", "").split(),
+        ],
+        extra_link_args=["-pthread", *os.environ.get("VLLM_DUCK_LDFLAGS", "").split()],
+    )
+
+
+KERNEL = extension("vllm_duck.executor._kernel", files(DUCK_CSRC, "*.cpp"), [DUCK_CSRC])
+# The host's layers share the ducks' thread pool and vector headers.
+HOST = extension(
+    "vllm_duck.models._host",
+    [*files(HOST_CSRC, "*.cpp"), f"{DUCK_CSRC}/pool.cpp"],
+    [HOST_CSRC, DUCK_CSRC],
 )
 
 
@@ -79,7 +100,7 @@ setup(
         "test": ["pytest>=8", "openai"],
         "dev": ["ruff==0.17.6", "mypy==2.4.1", "grpcio-tools==1.78.0"],
     },
-    ext_modules=[KERNEL],
+    ext_modules=[KERNEL, HOST],
     cmdclass={"build_ext": BuildKernel},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     entry_points={

@@ -1,11 +1,10 @@
-"""A layer's world without an engine: caches, block tables, a forward context."""
+"""A layer's world without an engine: caches and block tables."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.forward_context import set_forward_context
 
 from vllm_duck.models.batch import AttentionBatch, plan_batch
 from vllm_duck.models.kv_cache import PagedCache
@@ -33,17 +32,8 @@ class PagedWorld:
     def allocate(self) -> None:
         for cache in self.caches.values():
             size = (self.num_blocks, 1, BLOCK_SIZE, cache.format.token_bytes)
-            # Garbage, as a real cache has: what is not written must not matter.
-            cache.bind_kv_cache(torch.randint(0, 120, size, dtype=torch.uint8))
-
-    @contextmanager
-    def step(
-        self, new_tokens: list[int], seq_lens: list[int], block_table: torch.Tensor
-    ) -> Iterator[AttentionBatch]:
-        batch = make_batch(new_tokens, seq_lens, block_table)
-        metadata = dict.fromkeys(self.caches, batch)
-        with set_forward_context(metadata, self.vllm_config):
-            yield batch
+            # NaN in every format: what is not written must not matter.
+            cache.bind_kv_cache(torch.full(size, 0xFF, dtype=torch.uint8))
 
 
 def make_batch(

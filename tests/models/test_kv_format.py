@@ -1,9 +1,14 @@
-"""The byte layouts of the two caches."""
+"""The byte layouts of the two caches, as the kernels write and read them."""
 
 import pytest
 import torch
 
+from tests.models import torch_host
+from tests.models.conftest import BLOCK_SIZE, make_batch
+from tests.models.test_attention import make_config, make_pair
+from vllm_duck.errors import DuckConfigError
 from vllm_duck.models.kv_format import IndexFormat, LatentFormat
+from vllm_duck.models.rope import Rope
 
 
 def test_official_sizes_take_the_official_bytes():
@@ -13,49 +18,61 @@ def test_official_sizes_take_the_official_bytes():
     assert IndexFormat(128, "bf16").token_bytes == 256
 
 
-def test_fp8_latent_rounds_within_e4m3_and_keeps_rope_in_bf16():
-    torch.manual_seed(0)
-    token_format = LatentFormat(512, 64, "fp8")
-    latent = torch.randn(40, 512) * torch.logspace(-6, 4, 40)[:, None]
-    rope = torch.randn(40, 64)
-    rows = token_format.pack(latent, rope)
-    assert rows.shape == (40, 656)
-    keys = token_format.unpack(rows)
-    tile_peak = latent.unflatten(1, (4, 128)).abs().amax(-1, keepdim=True)
-    error = (keys[:, :512].float() - latent).unflatten(1, (4, 128)).abs()
-    # Half a unit of 3 mantissa bits, plus half a subnormal step (2**-10 of scale),
-    # plus the rounding of the product to bf16.
-    bound = latent.unflatten(1, (4, 128)).abs() * (2**-4 + 2**-8)
-    bound = bound + tile_peak / 448 * 2**-10
-    assert (error <= bound).all()
-    assert torch.equal(keys[:, 512:], rope.bfloat16())
+def test_fp8_refuses_sizes_without_whole_tiles():
+    with pytest.raises(DuckConfigError, match="kv_lora_rank must be a multiple of 128"):
+        LatentFormat(96, 64, "fp8")
+    with pytest.raises(DuckConfigError, match="index_head_dim must be 128"):
+        IndexFormat(64, "fp8")
 
 
-def test_layout_is_values_then_scales_then_rope():
-    token_format = LatentFormat(512, 64, "fp8")
-    latent = torch.zeros(1, 512)
-    latent[0, 128:256] = 448.0
-    latent[0, 300] = -2.0
-    rope = torch.arange(64.0)[None]
-    row = token_format.pack(latent, rope)[0]
-    scales = row[512:528].view(torch.float32)
-    assert scales.tolist() == pytest.approx([1.0, 1.0, 2 / 448, 1.0])
-    assert row[128:256].view(torch.float8_e4m3fn).float().eq(448).all()
-    assert row[300:301].view(torch.float8_e4m3fn).float().item() == -448
-    assert torch.equal(row[528:].view(torch.bfloat16), rope[0].bfloat16())
+def write_tokens(kv_dtype, num_tokens=40):
+    """Rows that our block and the reference wrote for the same tokens."""
+    config = make_config()
+    oracle, ours, world = make_pair(config, kv_dtype)
+    hidden = torch.randn(num_tokens, config.hidden_size).bfloat16()
+    table = torch.arange(8)[None].flip(1)
+    batch = make_batch([num_tokens], [num_tokens], table)
+    rotations = Rope(ours.dims.rope, 32).rotations(torch.arange(num_tokens))
+    ours(hidden, rotations, batch)
+    weights = {name: p.data for name, p in oracle.named_parameters()}
+    weights["input_layernorm.weight"] = torch.ones(config.hidden_size)
+    weights["post_attention_layernorm.weight"] = torch.ones(config.hidden_size)
+    reference = torch_host.TorchAttention(
+        ours.dims,
+        weights,
+        latent_format=ours.latent_cache.format,
+        index_format=ours.index_cache.format,
+        num_slots=world.num_blocks * BLOCK_SIZE,
+    )
+    reference(hidden.float(), rotations, batch)
+    return ours, reference, batch
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "bf16"])
-def test_index_keys_come_back(dtype):
-    torch.manual_seed(0)
-    keys = torch.randn(9, 128)
-    token_format = IndexFormat(128, dtype)
-    got = token_format.unpack(token_format.pack(keys))
-    # Half a unit of 3 and of 7 mantissa bits.
-    bound = {"fp8": 2**-4, "bf16": 2**-8}[dtype]
-    assert ((got - keys).abs() <= bound * keys.abs() + 1e-2 * bound).all()
+def cache_rows(cache):
+    return cache.kv_cache.view(-1, cache.format.token_bytes)
 
 
-def test_zeros_stay_zeros():
-    token_format = IndexFormat(128, "fp8")
-    assert token_format.unpack(token_format.pack(torch.zeros(2, 128))).eq(0).all()
+@pytest.mark.parametrize("kv_dtype", ["fp8", "bf16"])
+def test_cached_keys_are_the_reference_s_within_rounding(kv_dtype):
+    ours, reference, batch = write_tokens(kv_dtype)
+    slots = batch.slots
+    latent = ours.latent_cache.format
+    got = torch_host.unpack_latent(latent, cache_rows(ours.latent_cache)[slots])
+    expected = torch_host.unpack_latent(latent, reference.latent_rows[slots])
+    # A value at the edge of two codes may take either: one step of 3 or 7 bits.
+    step = {"fp8": 2**-3, "bf16": 2**-7}[kv_dtype]
+    torch.testing.assert_close(got.float(), expected.float(), rtol=step, atol=0.02)
+    index = ours.index_cache.format
+    got = torch_host.unpack_index(index, cache_rows(ours.index_cache)[slots])
+    expected = torch_host.unpack_index(index, reference.index_rows[slots])
+    torch.testing.assert_close(got, expected, rtol=step, atol=0.02)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "bf16"])
+def test_only_the_step_s_own_slots_are_written(kv_dtype):
+    ours, _, batch = write_tokens(kv_dtype)
+    for cache in (ours.latent_cache, ours.index_cache):
+        rows = cache_rows(cache)
+        is_written = (rows != 0xFF).any(1)
+        assert is_written.sum() == batch.num_tokens
+        assert is_written[batch.slots].all()

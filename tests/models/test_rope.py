@@ -11,13 +11,13 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     yarn_apply_mscale,
 )
 
+from tests.models.torch_host import rotate
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.models.dimensions import RopeSettings, read_rope
 from vllm_duck.models.rope import (
     Rope,
     half_split_to_interleaved,
     inverse_frequencies,
-    rotate,
     softmax_scale,
 )
 

@@ -1,48 +1,87 @@
-"""How the tokens of one step are grouped for attention: one plan for all layers."""
+"""The tokens of one step, or of one lane of it: where each is cached, what it sees."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
+from vllm.forward_context import get_forward_context
 
-# Requests with at most this many new tokens are decoded token by token, all in one
-# group; longer ones are prompt chunks, whose tokens share one gathered context.
-MAX_DECODE_TOKENS = 4
-# Rows of a prompt chunk that are attended at once: bounds the logits' memory.
-PROMPT_ROWS = 256
-# Context positions (rows times padded length) of a decode group that are gathered
-# at once: about 100 MB of keys in the official sizes.
-DECODE_POSITIONS = 1 << 16
+from vllm_duck.models import _host
+from vllm_duck.models.host import Handle
 
 
 @dataclass(frozen=True)
-class RowGroup:
-    """Rows that are attended together.
+class RequestRows:
+    """The rows of one request in a batch: consecutive tokens of its sequence."""
 
-    Shapes: R rows, S context positions (the longest row's), C = R or 1 contexts.
-        rows        slice of the step's tokens, or int64 [R]
-        visible     [R]     int64   positions that row r may see: 0 .. visible - 1
-        slots       [C, S]  int64   cache slot of each context position; C = 1 when
-                                    the rows share a context; past a row's visible
-                                    length any valid slot
-    """
-
-    rows: slice | Tensor
-    visible: Tensor
-    slots: Tensor
-    is_shared: bool
+    num_rows: int
+    # Positions that its first row sees: 0 .. first_visible - 1; each next row sees
+    # one more.
+    first_visible: int
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One step: where its tokens are written, and how they are attended.
+    """Requests one after the other, each with its rows; one plan for all layers.
 
-    slots  [T]  int64  cache slot that each of the step's tokens is written to
+    Shapes: T tokens, B requests, N blocks of the longest request.
+        slots        [T]     int64  cache slot of each token's own keys; -1 = nowhere
+        block_table  [B, N]  int32  cache blocks of each request, in order
     """
 
-    num_tokens: int
+    requests: tuple[RequestRows, ...]
     slots: Tensor
-    groups: tuple[RowGroup, ...]
+    block_table: Tensor
+    block_size: int
+    handle: Handle = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        row_begin = np.zeros(len(self.requests) + 1, np.int32)
+        np.cumsum([r.num_rows for r in self.requests], out=row_begin[1:])
+        first_visible = np.array([r.first_visible for r in self.requests], np.int32)
+        assert self.slots.shape[0] == row_begin[-1]
+        assert self.block_table.shape[0] == len(self.requests)
+        slots = self.slots.to(torch.int64).contiguous()
+        table = self.block_table.to(torch.int32).contiguous()
+        handle = _host.step_new(
+            len(self.requests),
+            self.block_size,
+            row_begin,
+            first_visible,
+            slots.data_ptr(),
+            table.data_ptr(),
+            table.shape[1],
+        )
+        object.__setattr__(self, "handle", handle)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slots.shape[0]
+
+    def lane(self, begin: Sequence[int], end: Sequence[int]) -> "AttentionBatch":
+        """Of each request its rows [begin, end); may be none of them.
+
+        The lane's tokens are those rows, request by request.
+        """
+        requests: list[RequestRows] = []
+        kept: list[int] = []
+        rows: list[int] = []
+        row = 0
+        for i, request in enumerate(self.requests):
+            num_rows = end[i] - begin[i]
+            if num_rows > 0:
+                assert begin[i] >= 0
+                assert end[i] <= request.num_rows
+                first_visible = request.first_visible + begin[i]
+                requests.append(RequestRows(num_rows, first_visible))
+                kept.append(i)
+                rows.extend(range(row + begin[i], row + end[i]))
+            row += request.num_rows
+        return AttentionBatch(
+            tuple(requests), self.slots[rows], self.block_table[kept], self.block_size
+        )
 
 
 def plan_batch(
@@ -55,59 +94,32 @@ def plan_batch(
     num_tokens: int,
     block_size: int,
 ) -> AttentionBatch:
-    """Group a step's tokens.
+    """Describe vLLM's step.
 
     Shapes: B requests, T tokens.
         query_start_loc  [B + 1]  int32, CPU
         seq_lens         [B]      tokens of each request, this step's included
-        block_table      [B, N]   blocks of each request
+        block_table      [B, N]   int32, blocks of each request
         slot_mapping     [T]      int64
     """
     starts = query_start_loc[: num_reqs + 1].tolist()
     lens = seq_lens[:num_reqs].tolist()
-    groups: list[RowGroup] = []
-    decode_rows: list[int] = []
-    decode_requests: list[int] = []
-    decode_visible: list[int] = []
-    for request, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        first_visible = lens[request] - (end - start) + 1
-        if end - start <= MAX_DECODE_TOKENS:
-            decode_rows.extend(range(start, end))
-            decode_requests.extend([request] * (end - start))
-            decode_visible.extend(range(first_visible, lens[request] + 1))
-            continue
-        table = block_table[request : request + 1]
-        slots = _context_slots(table, lens[request], block_size)
-        for lo in range(start, end, PROMPT_ROWS):
-            hi = min(lo + PROMPT_ROWS, end)
-            visible = torch.arange(lo, hi) + (first_visible - start)
-            num_positions = first_visible + hi - 1 - start
-            groups.append(
-                RowGroup(slice(lo, hi), visible, slots[:, :num_positions], True)
-            )
-    order = sorted(range(len(decode_rows)), key=decode_visible.__getitem__)
-    while order:
-        longest = decode_visible[order[-1]]
-        picked, order = _split_tail(order, max(1, DECODE_POSITIONS // longest))
-        requests = torch.tensor([decode_requests[i] for i in picked])
-        groups.append(
-            RowGroup(
-                torch.tensor([decode_rows[i] for i in picked]),
-                torch.tensor([decode_visible[i] for i in picked]),
-                _context_slots(block_table[requests], longest, block_size),
-                False,
-            )
-        )
-    return AttentionBatch(num_tokens, slot_mapping[:num_tokens], tuple(groups))
+    requests = tuple(
+        RequestRows(end - start, length - (end - start) + 1)
+        for start, end, length in zip(starts[:-1], starts[1:], lens, strict=True)
+    )
+    return AttentionBatch(
+        requests, slot_mapping[:num_tokens], block_table[:num_reqs], block_size
+    )
 
 
-def _context_slots(block_table: Tensor, num_positions: int, block_size: int) -> Tensor:
-    """block_table [C, N] -> the slots [C, S] of positions 0 .. S - 1."""
-    num_blocks = -(-num_positions // block_size)
-    first = block_table[:, :num_blocks].to(torch.int64) * block_size
-    slots = first[:, :, None] + torch.arange(block_size, device=first.device)
-    return slots.flatten(1)[:, :num_positions]
+# A profiling run has no caches: all of its rows are padding.
+NO_TOKENS = AttentionBatch(
+    (), torch.empty(0, dtype=torch.int64), torch.empty(0, 1, dtype=torch.int32), 1
+)
 
 
-def _split_tail(order: list[int], count: int) -> tuple[list[int], list[int]]:
-    return order[-count:], order[:-count]
+def current_batch(prefix: str) -> AttentionBatch:
+    """The batch that vLLM's runner gave the layer with that latent cache."""
+    metadata = get_forward_context().attn_metadata
+    return NO_TOKENS if metadata is None else metadata[prefix]

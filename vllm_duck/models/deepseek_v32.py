@@ -5,17 +5,16 @@ from typing import cast
 
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from vllm_duck.config import DuckConfig
+from vllm_duck.models.batch import current_batch
 from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.models.host import finish_loading
 from vllm_duck.models.kv_format import KvDtype
 from vllm_duck.models.layer import DecoderLayer, run_layers
 from vllm_duck.models.linear import Norm
+from vllm_duck.models.lm_head import LmHead
 from vllm_duck.models.moe import Ducks, RemoteMoe
 from vllm_duck.models.rope import Rope
 
@@ -34,7 +33,9 @@ class Trunk(nn.Module):
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """hidden [T, H] embeddings, positions [T] int64 -> [T, H], normed."""
         layers = cast(list[DecoderLayer], self.layers)
-        return self.norm(run_layers(layers, hidden, self.rope.rotations(positions)))
+        rotations = self.rope.rotations(positions)
+        batch = current_batch(layers[0].attention.latent_cache.prefix)
+        return self.norm(run_layers(layers, hidden, rotations, batch))
 
 
 class DeepseekV32ForCausalLM(nn.Module):
@@ -49,8 +50,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         self.dims = Dimensions.from_hf_config(vllm_config.model_config.hf_config)
         config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
         self.model = Trunk(self.dims, config.kv_dtype, "model")
-        self.lm_head = ParallelLMHead(self.dims.vocab_size, self.dims.hidden_size)
-        self.logits_processor = LogitsProcessor(self.dims.vocab_size)
+        self.lm_head = LmHead(self.dims.vocab_size, self.dims.hidden_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)
@@ -68,7 +68,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         return self.model(inputs_embeds, positions)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        return self.logits_processor(self.lm_head, hidden_states)
+        return self.lm_head.logits(hidden_states)
 
     def attach_ducks(self, ducks: Ducks) -> None:
         for module in self.modules():
@@ -87,5 +87,4 @@ class DeepseekV32ForCausalLM(nn.Module):
         yield "lm_head.weight", self.lm_head.weight.data[:vocab_size]
 
     def finish_loading(self) -> None:
-        for layer in cast(list[DecoderLayer], self.model.layers):
-            layer.finish_loading()
+        finish_loading(self)

@@ -23,7 +23,7 @@ from vllm_duck.models.kv_format import IndexFormat, LatentFormat
 
 
 class PagedCache(nn.Module, AttentionLayerBase):
-    """One cache of one layer; `rows` is [num_slots, token_bytes] uint8 once bound.
+    """One cache of one layer: rows of token_bytes bytes, one a slot, once bound.
 
     Slot p of block b is row b * block_size + p.
     """
@@ -36,7 +36,8 @@ class PagedCache(nn.Module, AttentionLayerBase):
         self.prefix = prefix
         self.format = token_format
         self.kv_cache = torch.empty(0)
-        self.rows = torch.empty(0, token_format.token_bytes, dtype=torch.uint8)
+        # Where row 0 lies in memory.
+        self.address = 0
         layers = get_current_vllm_config().compilation_config.static_forward_context
         assert prefix not in layers, prefix
         layers[prefix] = self
@@ -57,12 +58,10 @@ class PagedCache(nn.Module, AttentionLayerBase):
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """kv_cache [num_blocks, 1, block_size, token_bytes] uint8, from vLLM."""
+        assert kv_cache.is_contiguous()
+        assert kv_cache.shape[-1] == self.format.token_bytes
         self.kv_cache = kv_cache
-        self.rows = kv_cache.view(-1, self.format.token_bytes)
-
-    def write(self, batch: AttentionBatch, packed: Tensor) -> None:
-        """Store packed [T, token_bytes]; rows beyond the batch's tokens are padding."""
-        self.rows.index_copy_(0, batch.slots, packed[: batch.num_tokens])
+        self.address = kv_cache.data_ptr()
 
 
 class BatchBuilder(AttentionMetadataBuilder[AttentionBatch]):

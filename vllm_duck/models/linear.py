@@ -1,25 +1,25 @@
-"""Linear layers of the host: bf16, fused where layers share their input."""
+"""Norms, linears and the SwiGLU MLP of the host."""
 
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_duck.models import _host
+from vllm_duck.models.host import Handle, HostModule, current, require_rows
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, in] times weight [out, in], in the dtype of both; returns [T, out].
-
-    A lone row is padded to two: torch's CPU GEMM takes another path for one row and
-    rounds differently there, so a token would depend on its company in the batch.
-    """
-    if x.shape[0] == 1 and x.device.type == "cpu":
-        return F.linear(x.expand(2, -1), weight)[:1]
-    return F.linear(x, weight)
+Bits = npt.NDArray[np.uint16]
+Floats = npt.NDArray[np.float32]
 
 
-class FusedLinear(nn.Module):
-    """Several checkpoint linears on one input, as one GEMM.
+def weight_parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+class StackedRows(nn.Module):
+    """The weights of several checkpoint linears on one input, one below the other.
 
     `parts` maps each checkpoint name to its number of output rows.
     """
@@ -27,12 +27,7 @@ class FusedLinear(nn.Module):
     def __init__(self, in_features: int, parts: dict[str, int]) -> None:
         super().__init__()
         self.parts = parts
-        rows = sum(parts.values())
-        self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [T, in] -> one [T, rows] view per part."""
-        return linear(x, self.weight).split(tuple(self.parts.values()), -1)
+        self.weight = weight_parameter(sum(parts.values()), in_features)
 
     def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         row = 0
@@ -41,37 +36,115 @@ class FusedLinear(nn.Module):
             row += num_rows
 
 
-class Mlp(nn.Module):
-    """SwiGLU: a dense layer's MLP, or the shared expert of an MoE layer."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_up = FusedLinear(
-            hidden_size,
-            {"gate_proj": intermediate_size, "up_proj": intermediate_size},
-        )
-        self.down = FusedLinear(intermediate_size, {"down_proj": hidden_size})
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x)
-        (out,) = self.down(F.silu(gate) * up)
-        return out
-
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield from self.gate_up.checkpoint_views(prefix)
-        yield from self.down.checkpoint_views(prefix)
-
-
-class Norm(nn.Module):
+class Norm(HostModule):
     """RMS norm, computed in fp32 and rounded once."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = weight_parameter(size)
         self.eps = eps
+        self.packed: Handle
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        """x [T, size] bf16 -> [T, size] bf16."""
+        x = require_rows("x", x, self.weight.shape[0])
+        out = torch.empty_like(x)
+        _host.norm(current(), self.packed, x.shape[0], x.data_ptr(), out.data_ptr())
+        return out
 
     def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.weight", self.weight.data
+
+    def finish_loading(self) -> None:
+        size = self.weight.shape[0]
+        self.packed = _host.norm_new(floats(self.weight), size, self.eps)
+
+
+class Linear(HostModule):
+    """A linear without bias; accumulates in fp32."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = weight_parameter(out_features, in_features)
+        self.packed: Handle
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, in] bf16 -> [T, out] bf16."""
+        return apply_linear(self.packed, x, self.in_features, self.out_features)
+
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield f"{prefix}.weight", self.weight.data
+
+    def finish_loading(self) -> None:
+        self.packed = pack_linear(self.weight)
+        del self.weight
+
+
+def pack_linear(weight: Tensor) -> Handle:
+    """weight [out, in] bf16, copied."""
+    weight = require_rows("weight", weight.data, weight.shape[1])
+    return _host.linear_new(weight.data_ptr(), *weight.shape)
+
+
+def apply_linear(
+    packed: Handle,
+    x: Tensor,
+    in_features: int,
+    out_features: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """x [T, in] bf16 -> [T, out], rounded once to bf16, or fp32 as accumulated."""
+    x = require_rows("x", x, in_features)
+    out = torch.empty(x.shape[0], out_features, dtype=dtype)
+    is_bf16 = int(dtype == torch.bfloat16)
+    _host.linear(current(), packed, x.shape[0], x.data_ptr(), is_bf16, out.data_ptr())
+    return out
+
+
+class Mlp(HostModule):
+    """SwiGLU: a dense layer's MLP, or the shared expert of an MoE layer."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.gate_proj = weight_parameter(intermediate_size, hidden_size)
+        self.up_proj = weight_parameter(intermediate_size, hidden_size)
+        self.down_proj = weight_parameter(hidden_size, intermediate_size)
+        self.packed: Handle
+
+    def forward(self, x: Bits) -> Floats:
+        """x [T, H] bf16 bits -> [T, H] fp32."""
+        out = np.empty(x.shape, np.float32)
+        _host.mlp(current(), self.packed, x.shape[0], x, 0, out)
+        return out
+
+    def add_to(self, residual: Tensor, x: Bits) -> Tensor:
+        """residual [T, H] bf16 plus the MLP of x, rounded once."""
+        out = torch.empty_like(residual)
+        residual_at, out_at = residual.data_ptr(), out.data_ptr()
+        _host.mlp(current(), self.packed, x.shape[0], x, residual_at, out_at)
+        return out
+
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            yield f"{prefix}.{name}.weight", self.get_parameter(name).data
+
+    def finish_loading(self) -> None:
+        self.packed = _host.mlp_new(
+            self.gate_proj.data_ptr(),
+            self.up_proj.data_ptr(),
+            self.down_proj.data_ptr(),
+            self.hidden_size,
+            self.intermediate_size,
+        )
+        del self.gate_proj, self.up_proj, self.down_proj
+
+
+def floats(parameter: Tensor) -> Floats:
+    """A copy in fp32."""
+    copied: Floats = parameter.detach().to(torch.float32).numpy().copy()
+    return copied

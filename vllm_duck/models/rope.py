@@ -34,15 +34,6 @@ class Rope:
         return torch.polar(torch.full_like(angles, self.magnitude), angles)[:, None]
 
 
-def rotate(x: Tensor, rotations: Tensor) -> Tensor:
-    """Turn the heads x [T, heads, rotary_dim] by rotations [T, 1, rotary_dim / 2].
-
-    Returns fp32 of the shape of x.
-    """
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotations).flatten(-2)
-
-
 def half_split_to_interleaved(rotary_dim: int) -> Tensor:
     """The order that moves channel i and i + rotary_dim/2 side by side, int64."""
     return torch.arange(rotary_dim).view(2, rotary_dim // 2).t().flatten()

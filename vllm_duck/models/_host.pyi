@@ -1,0 +1,105 @@
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Handle: TypeAlias = object
+# The memory of a contiguous array: tensor.data_ptr(), or a numpy array.
+Memory: TypeAlias = int | npt.NDArray[np.generic]
+
+def supported_isas() -> list[str]: ...
+def host_new(num_threads: int, isa: str, /) -> Handle | None: ...
+def host_isa(host: Handle, /) -> str: ...
+def step_new(
+    num_requests: int,
+    block_size: int,
+    row_begin: Memory,
+    first_visible: Memory,
+    slots: Memory,
+    table: Memory,
+    table_stride: int,
+    /,
+) -> Handle: ...
+def norm_new(weight: Memory, size: int, eps: float, /) -> Handle: ...
+def linear_new(weight: Memory, n: int, k: int, /) -> Handle: ...
+def mlp_new(
+    gate: Memory, up: Memory, down: Memory, hidden: int, columns: int, /
+) -> Handle: ...
+def router_new(
+    weight: Memory,
+    bias: Memory,
+    hidden: int,
+    num_experts: int,
+    topk: int,
+    num_groups: int,
+    topk_groups: int,
+    normalize: int,
+    scale: float,
+    /,
+) -> Handle: ...
+def attention_new(
+    hidden: int,
+    heads: int,
+    q_lora: int,
+    kv_lora: int,
+    nope_dim: int,
+    rope_dim: int,
+    v_dim: int,
+    index_heads: int,
+    index_dim: int,
+    index_topk: int,
+    is_fp8: int,
+    scale: float,
+    index_scale: float,
+    eps: float,
+    index_eps: float,
+    down: Memory,
+    up: Memory,
+    kv_b: Memory,
+    out: Memory,
+    input_norm: Memory,
+    q_norm: Memory,
+    kv_norm: Memory,
+    output_norm: Memory,
+    index_norm: Memory,
+    index_bias: Memory,
+    /,
+) -> Handle: ...
+def norm(host: Handle, norm: Handle, rows: int, x: Memory, out: Memory, /) -> None: ...
+def linear(
+    host: Handle, linear: Handle, rows: int, x: Memory, is_bf16: int, out: Memory, /
+) -> None: ...
+def mlp(
+    host: Handle,
+    mlp: Handle,
+    rows: int,
+    x: Memory,
+    residual: Memory,
+    out: Memory,
+    /,
+) -> None: ...
+def route(
+    host: Handle, router: Handle, rows: int, x: Memory, ids: Memory, weights: Memory, /
+) -> None: ...
+def add(
+    host: Handle,
+    size: int,
+    residual: Memory,
+    shared: Memory,
+    routed: Memory,
+    out: Memory,
+    /,
+) -> None: ...
+def attend(
+    host: Handle,
+    attention: Handle,
+    step: Handle,
+    rows: int,
+    hidden: Memory,
+    rotations: Memory,
+    latent_cache: Memory,
+    index_cache: Memory,
+    residual: Memory,
+    normed: Memory,
+    /,
+) -> None: ...

@@ -1,0 +1,53 @@
+#include "arena.h"
+
+#include <cstdlib>
+#include <new>
+
+namespace duck {
+namespace host {
+namespace {
+
+constexpr size_t kMinBlock = 1 << 20;
+// What an arena keeps between calls: enough for a prompt chunk, so that decoding pays
+// no page faults, and a long prompt's scratch goes back to the system.
+constexpr size_t kMaxKept = size_t(64) << 20;
+
+}  // namespace
+
+void Arena::Free::operator()(void* at) const { std::free(at); }
+
+void Arena::grow(size_t num_bytes) {
+  size_t size = (num_bytes + kMinBlock - 1) / kMinBlock * kMinBlock;
+  auto* data = static_cast<uint8_t*>(std::aligned_alloc(64, size));
+  if (!data) throw std::bad_alloc();
+  blocks_.push_back({std::unique_ptr<uint8_t, Free>(data), size});
+}
+
+void* Arena::take(size_t num_bytes) {
+  num_bytes = (num_bytes + 63) / 64 * 64;
+  while (block_ < blocks_.size() && used_ + num_bytes > blocks_[block_].size) {
+    ++block_;
+    used_ = 0;
+  }
+  if (block_ == blocks_.size()) grow(num_bytes);
+  uint8_t* at = blocks_[block_].data.get() + used_;
+  used_ += num_bytes;
+  return at;
+}
+
+void Arena::release(Mark mark) {
+  block_ = mark.block;
+  used_ = mark.used;
+}
+
+void Arena::reset() {
+  block_ = used_ = 0;
+  if (blocks_.size() <= 1) return;
+  size_t total = 0;
+  for (auto& block : blocks_) total += block.size;
+  blocks_.clear();
+  if (total <= kMaxKept) grow(total);
+}
+
+}  // namespace host
+}  // namespace duck

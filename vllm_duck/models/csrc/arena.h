@@ -1,0 +1,42 @@
+// Scratch memory of one call: taken piece by piece, given back all at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace duck {
+namespace host {
+
+class Arena {
+ public:
+  // 64-byte aligned, not zeroed, valid until release() to an earlier mark.
+  void* take(size_t num_bytes);
+
+  struct Mark {
+    size_t block, used;
+  };
+  Mark mark() const { return {block_, used_}; }
+  void release(Mark mark);
+
+  // Gives everything back; what did not fit in one block will next time.
+  void reset();
+
+ private:
+  struct Free {
+    void operator()(void* at) const;
+  };
+  struct Block {
+    std::unique_ptr<uint8_t, Free> data;
+    size_t size;
+  };
+  void grow(size_t num_bytes);
+
+  std::vector<Block> blocks_;
+  size_t block_ = 0;  // the one in use
+  size_t used_ = 0;   // bytes of it
+};
+
+}  // namespace host
+}  // namespace duck

@@ -1,0 +1,23 @@
+// The host's compute for AMX: AVX-512 with tiles for the GEMMs.
+#include "calls.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstring>
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+
+#include "amx_probe.h"
+#include "attend.h"
+#include "gemm_amx.h"
+
+const duck::host::Calls* duck::host::amx_calls() {
+  static const Calls calls = calls_of<AmxGemm>("amx");
+  bool usable = avx512_calls() && amx_is_usable();
+  return usable ? &calls : nullptr;
+}
+#else
+const duck::host::Calls* duck::host::amx_calls() { return nullptr; }
+#endif

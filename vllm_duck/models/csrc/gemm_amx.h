@@ -1,0 +1,82 @@
+// GEMM with AMX tiles, for any number of rows.
+// Include after the target pragma of the source that uses it.
+#pragma once
+
+#include "amx_tiles.h"
+#include "gemm.h"
+
+namespace duck {
+namespace host {
+namespace {
+
+struct AmxGemm {
+  // One share of a GEMM: `rows` x `groups` (an even first group if gated).
+  static void run(const Gemm& gemm, Range rows, Range groups, Arena*) {
+    // As even as possible: 17 rows are two tiles of 9, not one of 16 and one of 1.
+    int num_tiles = (rows.size() + kTileRows - 1) / kTileRows;
+    if (num_tiles == 0) return;
+    int per_tile = (rows.size() + num_tiles - 1) / num_tiles;
+    tile_configure(per_tile);
+    alignas(64) float c[2 * kTileRows * kBlockStride];
+    for (int group = groups.begin; group < groups.end; group += 2) {
+      int num_groups = min_int(2, groups.end - group);
+      for (int row = rows.begin; row < rows.end; row += 2 * per_tile) {
+        int num_rows = min_int(2 * per_tile, rows.end - row);
+        int row_tiles = num_rows > per_tile ? 2 : 1;
+        multiply_any(gemm, row, per_tile, row_tiles, group, num_groups, c);
+        finish_block(gemm, row, num_rows, group, num_groups, c);
+      }
+    }
+    tile_release();
+  }
+
+ private:
+  static void multiply_any(const Gemm& gemm, int row, int per_tile, int row_tiles,
+                           int group, int num_groups, float* c) {
+    const uint16_t* a[2];
+    a[0] = gemm.a + row * gemm.a_stride;
+    a[1] = a[0] + per_tile * gemm.a_stride;
+    const uint16_t* b[2] = {gemm.b.group(group), gemm.b.group(group + num_groups - 1)};
+    ptrdiff_t stride = ptrdiff_t(gemm.a_stride) * 2;
+    int k_tiles = gemm.b.k_tiles();
+    if (row_tiles == 2)
+      num_groups == 2 ? multiply<2, 2>(a, stride, b, k_tiles, per_tile, c)
+                      : multiply<2, 1>(a, stride, b, k_tiles, per_tile, c);
+    else
+      num_groups == 2 ? multiply<1, 2>(a, stride, b, k_tiles, per_tile, c)
+                      : multiply<1, 1>(a, stride, b, k_tiles, per_tile, c);
+  }
+
+  template <int kRowTiles, int kGroups>
+  static void multiply(const uint16_t* const a[2], ptrdiff_t stride,
+                       const uint16_t* const b[2], int k_tiles, int per_tile, float* c) {
+    constexpr ptrdiff_t kCBytes = kBlockStride * sizeof(float);
+    tile_zero<0>();
+    if (kGroups == 2) tile_zero<1>();
+    if (kRowTiles == 2) tile_zero<2>();
+    if (kRowTiles == 2 && kGroups == 2) tile_zero<3>();
+    for (int t = 0; t < k_tiles; ++t) {
+      tile_load<4>(a[0] + t * kTileK, stride);
+      tile_load<6>(b[0] + t * kTileElements, kTileRowBytes);
+      tile_multiply<0, 4, 6>();
+      if (kGroups == 2) {
+        tile_load<7>(b[1] + t * kTileElements, kTileRowBytes);
+        tile_multiply<1, 4, 7>();
+      }
+      if (kRowTiles == 2) {
+        tile_load<5>(a[1] + t * kTileK, stride);
+        tile_multiply<2, 5, 6>();
+        if (kGroups == 2) tile_multiply<3, 5, 7>();
+      }
+    }
+    float* below = c + per_tile * kBlockStride;
+    tile_store<0>(c, kCBytes);
+    if (kGroups == 2) tile_store<1>(c + kColumns, kCBytes);
+    if (kRowTiles == 2) tile_store<2>(below, kCBytes);
+    if (kRowTiles == 2 && kGroups == 2) tile_store<3>(below + kColumns, kCBytes);
+  }
+};
+
+}  // namespace
+}  // namespace host
+}  // namespace duck

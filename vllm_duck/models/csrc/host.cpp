@@ -1,0 +1,28 @@
+#include "host.h"
+
+namespace duck {
+namespace host {
+
+std::vector<const Calls*> supported_calls() {
+  std::vector<const Calls*> found;
+  for (auto* calls : {amx_calls(), avx512_calls(), avx2_calls(), portable_calls()})
+    if (calls) found.push_back(calls);
+  return found;
+}
+
+const Calls* find_calls(const std::string& name) {
+  for (auto* calls : supported_calls())
+    if (name.empty() || name == calls->name) return calls;
+  return nullptr;
+}
+
+Host::Host(const Calls* calls, int num_threads)
+    : calls_(calls), pool_(num_threads, {}), workers_(num_threads) {}
+
+void Host::reset() {
+  shared_.reset();
+  for (auto& arena : workers_) arena.reset();
+}
+
+}  // namespace host
+}  // namespace duck

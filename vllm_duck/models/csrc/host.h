@@ -1,0 +1,46 @@
+// The process's one set of threads and kernels; calls take turns.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "calls.h"
+
+namespace duck {
+namespace host {
+
+// Best first.
+std::vector<const Calls*> supported_calls();
+
+// By name, or the best for an empty name; null if this CPU or build lacks it.
+const Calls* find_calls(const std::string& name);
+
+class Host {
+ public:
+  Host(const Calls* calls, int num_threads);
+
+  const char* isa() const { return calls_->name; }
+  int num_threads() const { return pool_.num_threads(); }
+
+  template <class Call>
+  void run(void (*Calls::*entry)(const Threads&, const Call&), const Call& call) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    FlushDenormals flush;
+    (calls_->*entry)({&pool_, &shared_, workers_.data()}, call);
+    reset();
+  }
+
+ private:
+  void reset();
+
+  const Calls* calls_;
+  Pool pool_;
+  std::mutex mutex_;
+  Arena shared_;
+  std::vector<Arena> workers_;
+};
+
+}  // namespace host
+}  // namespace duck

@@ -1,0 +1,62 @@
+#include "packed.h"
+
+#include <sys/mman.h>
+
+#include <new>
+
+namespace duck {
+namespace host {
+
+Mapping::Mapping(size_t num_bytes) : size_(num_bytes ? num_bytes : 1) {
+  void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                  -1, 0);
+  if (at == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+  // A 4 KiB page walk each 64 lines costs bandwidth.
+  madvise(at, size_, MADV_HUGEPAGE);
+#endif
+  data_ = static_cast<uint8_t*>(at);
+}
+
+Mapping::~Mapping() {
+  if (data_) munmap(data_, size_);
+}
+
+Mapping::Mapping(Mapping&& other) noexcept : data_(other.data_), size_(other.size_) {
+  other.data_ = nullptr;
+}
+
+PackedMatrix::PackedMatrix(int n, int k)
+    : n_(n),
+      k_(k),
+      memory_(size_t(round_up(n, kColumns)) * round_up(k, kTileK) * sizeof(uint16_t)) {}
+
+void PackedMatrix::pack_group(int group, const Source& source, int first, int count) {
+  auto* tiles = const_cast<uint16_t*>(view().group(group));
+  for (int column = 0; column < count; ++column) {
+    const uint16_t* from = source.data + (first + column) * source.n_stride;
+    for (int k = 0; k < k_; ++k)
+      tiles[(k / 2 * kColumns + column) * 2 + k % 2] = from[k * source.k_stride];
+  }
+}
+
+void PackedMatrix::pack(const Source& source) {
+  for (int group = 0; group < view().groups(); ++group) {
+    int first = group * kColumns;
+    int count = n_ - first < kColumns ? n_ - first : kColumns;
+    pack_group(group, source, first, count);
+  }
+}
+
+PackedMatrix pack_gate_up(const Source& gate, const Source& up, int columns, int k) {
+  PackedMatrix packed(2 * round_up(columns, kColumns), k);
+  for (int first = 0; first < columns; first += kColumns) {
+    int count = columns - first < kColumns ? columns - first : kColumns;
+    packed.pack_group(first / kColumns * 2, gate, first, count);
+    packed.pack_group(first / kColumns * 2 + 1, up, first, count);
+  }
+  return packed;
+}
+
+}  // namespace host
+}  // namespace duck

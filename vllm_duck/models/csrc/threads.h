@@ -1,0 +1,19 @@
+// The threads and the scratch memory of one call.
+#pragma once
+
+#include "arena.h"
+#include "pool.h"
+
+namespace duck {
+namespace host {
+
+struct Threads {
+  Pool* pool;
+  Arena* shared;   // the caller's
+  Arena* workers;  // one for each thread of the pool
+
+  int count() const { return pool->num_threads(); }
+};
+
+}  // namespace host
+}  // namespace duck

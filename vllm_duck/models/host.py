@@ -1,0 +1,103 @@
+"""The threads and the instruction set that compute the host's layers.
+
+Invariants of all that runs here, pinned by tests:
+- A row's bits depend on that row and on the keys that it sees: not on other rows, the
+  number of rows or threads, the row's place in the call, or how a prompt was chunked.
+- Every instruction set gives the same bits (values below 2^-126 count as zero).
+
+The order of additions is written down in csrc/gemm.h, csrc/rows.h and csrc/sparse.h.
+"""
+
+import os
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from vllm_duck.errors import DuckConfigError, DuckShapeError
+from vllm_duck.models import _host
+
+ISA_ENV = "VLLM_DUCK_ISA"
+
+# A C++ object: packed weights, a batch, the threads.
+Handle: TypeAlias = object
+
+_current: Handle | None = None
+
+
+class HostModule(nn.Module):
+    """A module whose weights are packed for the kernels once they are loaded."""
+
+    @abstractmethod
+    def finish_loading(self) -> None:
+        """Pack the loaded weights and free what the kernels do not need."""
+
+
+def finish_loading(model: nn.Module) -> None:
+    """Pack every host module of the model; each exactly once, after its weights."""
+    for module in list(model.modules()):
+        if isinstance(module, HostModule):
+            module.finish_loading()
+
+
+def configure(num_threads: int, isa: str = "") -> None:
+    """Choose the threads, caller included, and the instruction set; "" is the best.
+
+    Raises:
+        DuckConfigError: no such instruction set here, or no thread.
+    """
+    global _current
+    _current = _make(num_threads, isa or os.environ.get(ISA_ENV, ""))
+
+
+def current() -> Handle:
+    """What the kernels run on; unless configured, torch's number of threads."""
+    if _current is None:
+        configure(torch.get_num_threads())
+    assert _current is not None
+    return _current
+
+
+@contextmanager
+def using(num_threads: int, isa: str = "") -> Iterator[None]:
+    """`configure` for a while."""
+    global _current
+    before = _current
+    configure(num_threads, isa)
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def isa() -> str:
+    return _host.host_isa(current())
+
+
+def require_rows(name: str, x: Tensor, size: int) -> Tensor:
+    """x as contiguous bf16 rows [T, size] in this machine's memory.
+
+    Raises:
+        DuckShapeError: another shape, dtype or device.
+    """
+    if x.dim() != 2 or x.shape[1] != size or x.dtype != torch.bfloat16 or not x.is_cpu:
+        raise DuckShapeError(
+            f"{name} must be [T, {size}] bf16 on the CPU, "
+            f"got {tuple(x.shape)} {x.dtype} on {x.device}"
+        )
+    return x.contiguous()
+
+
+def _make(num_threads: int, name: str) -> Handle:
+    if num_threads < 1:
+        raise DuckConfigError(f"num_threads must be >= 1, got {num_threads}")
+    host = _host.host_new(num_threads, name)
+    if host is None:
+        raise DuckConfigError(
+            f"{ISA_ENV} must be one of {', '.join(_host.supported_isas())} on this "
+            f"machine, got {name!r}"
+        )
+    return host
