@@ -45,6 +45,11 @@ class DuckConfig:
     tls_key: str | None = None
     # File with the shared secret that ducks started with --token-file ask for.
     token_file: str | None = None
+    # Tokens that the MTP layer drafts each step. `--speculative-config
+    # '{"method": "duck_mtp1"}'` sets it; 0 is no speculation.
+    num_drafts: int = 0
+    # Run the MTP layer beside plain decoding and report how often it agrees.
+    mtp_shadow: bool = False
 
     def __post_init__(self) -> None:
         if any(not endpoint.strip() for endpoint in self.endpoints):
@@ -61,6 +66,8 @@ class DuckConfig:
             _refuse("reply_dtype", '"bf16" or "fp32"', self.reply_dtype)
         if self.kv_dtype not in ("fp8", "bf16"):
             _refuse("kv_dtype", '"fp8" or "bf16"', self.kv_dtype)
+        if self.num_drafts < 0:
+            _refuse("num_drafts", ">= 0", self.num_drafts)
         if (self.tls_cert is None) != (self.tls_key is None):
             _refuse("tls_cert and tls_key", "both or neither", self.tls_cert)
 
@@ -92,7 +99,8 @@ class DuckConfig:
         return {**asdict(self), "endpoints": list(self.endpoints)}
 
 
-_INTEGERS = ("local_ducks", "local_threads")
+_INTEGERS = ("local_ducks", "local_threads", "num_drafts")
+_BOOLEANS = ("mtp_shadow",)
 _NUMBERS = ("deadline_s",)
 _OPTIONAL = ("local_threads", "tls_ca", "tls_cert", "tls_key", "token_file")
 
@@ -111,6 +119,9 @@ def _checked(key: str, value: Any) -> Any:
     elif key in _NUMBERS:
         if isinstance(value, bool) or not isinstance(value, int | float):
             _refuse(key, "a number of seconds", value)
+    elif key in _BOOLEANS:
+        if not isinstance(value, bool):
+            _refuse(key, "true or false", value)
     elif not isinstance(value, str):
         _refuse(key, "a string", value)
     return value

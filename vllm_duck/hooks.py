@@ -1,14 +1,17 @@
 """Every place where vllm_duck touches vLLM, and the vLLM version it was written for.
 
-Two functions of vLLM are wrapped; all else goes through its public seams (entry
+Three functions of vLLM are wrapped, and two names are swapped while a worker builds its
+model runner; all else goes through its public seams (entry
 point, `worker_cls`, `load_format`, `model_class_overrides`, `additional_config`).
-With duck off, both wrappers hand over to vLLM's own function and change nothing.
+With duck off, the wrappers hand over to vLLM's own function and change nothing.
 """
 
+import copy
 import functools
 import inspect
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +93,12 @@ def _platform() -> type:
     return type(current_platform)
 
 
+def _sampling_params() -> type:
+    from vllm.sampling_params import SamplingParams
+
+    return SamplingParams
+
+
 def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(
         self: Any, usage_context: Any = None, headless: bool = False
@@ -127,22 +136,62 @@ def _keep_chunks_and_prefixes(original: Callable[..., Any]) -> Callable[..., Any
     return check_and_update_config
 
 
+def _allow_every_option(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        from vllm_duck import setup_engine
+
+        if speculative_config is not None and setup_engine.is_duck_speculation(
+            speculative_config
+        ):
+            return
+        original(self, speculative_config)
+
+    return _validate_spec_decode
+
+
+@contextmanager
+def using_model_runner(runner_class: type) -> Iterator[None]:
+    """Let vLLM's CPU worker build this runner, with every logits processor.
+
+    vLLM leaves logit_bias and min_p out when an engine speculates; duck's sampler takes
+    one row at a time and applies them all. The names are swapped in this process only,
+    and put back: `CPUWorker.init_device` offers no other way.
+    """
+    from vllm.v1.worker import cpu_worker, gpu_model_runner
+
+    runner, build = cpu_worker.CPUModelRunner, gpu_model_runner.build_logitsprocs
+
+    def build_logitsprocs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(vllm_config)
+        plain.speculative_config = None
+        return build(plain, *args, **kwargs)
+
+    cpu_worker.CPUModelRunner = runner_class
+    gpu_model_runner.build_logitsprocs = build_logitsprocs
+    try:
+        yield
+    finally:
+        cpu_worker.CPUModelRunner = runner
+        gpu_model_runner.build_logitsprocs = build
+
+
 def _restore_stock(environ: MutableMapping[str, str]) -> None:
     """Undo what an earlier engine with ducks set in this very process."""
     from vllm.config import model as config_model
     from vllm.model_executor.models import registry
 
-    from vllm_duck.setup_engine import ARCHITECTURE, MODEL_CLASS, RUNNER_VARIABLE
+    from vllm_duck.setup_engine import MODEL_CLASSES, RUNNER_VARIABLE
 
-    override = (ARCHITECTURE, MODEL_CLASS)
-    if override not in config_model._REGISTERED_MODEL_CLASS_OVERRIDES:
-        return
-    config_model._REGISTERED_MODEL_CLASS_OVERRIDES.discard(override)
-    module, name = registry._VLLM_MODELS[ARCHITECTURE]
-    registry.ModelRegistry.register_model(
-        ARCHITECTURE, f"{registry._resolve_module_name(module)}:{name}"
-    )
-    environ.pop(RUNNER_VARIABLE, None)
+    registered = config_model._REGISTERED_MODEL_CLASS_OVERRIDES
+    for architecture, model_class in MODEL_CLASSES.items():
+        if (architecture, model_class) not in registered:
+            continue
+        registered.discard((architecture, model_class))
+        module, name = registry._VLLM_MODELS[architecture]
+        registry.ModelRegistry.register_model(
+            architecture, f"{registry._resolve_module_name(module)}:{name}"
+        )
+        environ.pop(RUNNER_VARIABLE, None)
 
 
 def _register_loader() -> None:
@@ -174,5 +223,14 @@ HOOKS = (
         remove_when="the platform asks the attention backend what it supports",
         owner=_platform,
         make=_keep_chunks_and_prefixes,
+    ),
+    Hook(
+        target="vllm.sampling_params.SamplingParams._validate_spec_decode",
+        parameters=("self", "speculative_config"),
+        why="vLLM refuses logit_bias and min_p under speculation, since its rejection "
+        "sampler lacks them; duck's has both",
+        remove_when="vLLM's rejection sampler applies every logits processor",
+        owner=_sampling_params,
+        make=_allow_every_option,
     ),
 )

@@ -14,11 +14,16 @@ from vllm.platforms import current_platform
 
 from vllm_duck.config import ENDPOINTS_VARIABLE, KNOB, DuckConfig
 from vllm_duck.errors import DuckConfigError
+from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.spec_decode import method
 
 LOAD_FORMAT = "duck"
 ARCHITECTURE = "DeepseekV32ForCausalLM"
 MODEL_CLASS = "vllm_duck.models.deepseek_v32:DeepseekV32ForCausalLM"
+MTP_ARCHITECTURE = "DeepseekV32MTPModel"
+MTP_CLASS = "vllm_duck.models.mtp:DeepseekV32Mtp"
+MODEL_CLASSES = {ARCHITECTURE: MODEL_CLASS, MTP_ARCHITECTURE: MTP_CLASS}
 WORKER_CLASS = "vllm_duck.worker.DuckWorker"
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -36,7 +41,6 @@ _UNSUPPORTED = (
     ("enable_lora", (False, None), "--enable-lora"),
     ("enable_dbo", (False,), "--enable-dbo"),
     ("enable_sleep_mode", (False,), "--enable-sleep-mode"),
-    ("speculative_config", (None,), "--speculative-config"),
     ("kv_transfer_config", (None,), "--kv-transfer-config"),
     ("quantization", (None, "fp8"), "--quantization"),
     ("load_format", ("auto", "safetensors", LOAD_FORMAT), "--load-format"),
@@ -53,14 +57,15 @@ _FULL_GRAPHS = (
 def duck_config(args: EngineArgs, environ: Mapping[str, str]) -> DuckConfig | None:
     """The user's settings, or None when duck is off.
 
-    Duck is on when `additional_config` has a `duck` block, or when
-    VLLM_DUCK_ENDPOINTS names ducks.
+    Duck is on when `additional_config` has a `duck` block, when the speculative method
+    is duck_mtp1, or when VLLM_DUCK_ENDPOINTS names ducks.
 
     Raises:
         DuckConfigError: a setting is wrong.
     """
     settings = (args.additional_config or {}).get("duck")
-    if settings is None and not environ.get(ENDPOINTS_VARIABLE):
+    is_on = settings is not None or method.is_duck_method(args.speculative_config)
+    if not is_on and not environ.get(ENDPOINTS_VARIABLE):
         return None
     return DuckConfig.from_settings(settings or {}, environ)
 
@@ -97,11 +102,12 @@ def apply(
             "unset it"
         )
     environ[RUNNER_VARIABLE] = "0"
-    config = replace(config, kv_dtype=_kv_dtype(args))
-    args.kv_cache_dtype = "auto"
     if not Path(args.model).is_dir():
         args.served_model_name = args.served_model_name or args.model
         args.model = _download(args)
+    num_drafts = _set_speculation(config, args)
+    config = replace(config, kv_dtype=_kv_dtype(args), num_drafts=num_drafts)
+    args.kv_cache_dtype = "auto"
     args.additional_config = {
         **(args.additional_config or {}),
         "duck": config.to_settings(),
@@ -110,7 +116,7 @@ def apply(
     args.load_format = LOAD_FORMAT
     args.model_class_overrides = {
         **(args.model_class_overrides or {}),
-        ARCHITECTURE: MODEL_CLASS,
+        **MODEL_CLASSES,
     }
 
 
@@ -121,12 +127,59 @@ def check(vllm_config: VllmConfig) -> None:
         DuckConfigError: another architecture, or sizes that are not supported.
     """
     model_config = vllm_config.model_config
-    if ARCHITECTURE not in model_config.architectures:
-        raise DuckConfigError(
-            f"duck serves {ARCHITECTURE}, got {model_config.architectures}; unset "
-            f"{KNOB} and {ENDPOINTS_VARIABLE} to serve this model without ducks"
-        )
+    _require_architecture(model_config.architectures)
     Dimensions.from_hf_config(model_config.hf_config)
+
+
+def is_duck_speculation(speculative_config: Any) -> bool:
+    """Whether a SpeculativeConfig of vLLM is one that `apply` wrote."""
+    overrides = speculative_config.target_model_config.model_class_overrides
+    return overrides.get(MTP_ARCHITECTURE) == MTP_CLASS
+
+
+def _set_speculation(config: DuckConfig, args: EngineArgs) -> int:
+    """Tell vLLM's own name of the method; returns the drafts of a step.
+
+    Raises:
+        DuckConfigError: another method, a contradiction, or nothing to draft with.
+    """
+    settings = args.speculative_config
+    is_given = method.is_duck_method(settings)
+    if settings and not is_given and not method.is_rewritten(settings):
+        raise DuckConfigError(
+            f"duck needs --speculative-config to be absent or to name the method "
+            f"{method.METHOD}, got {settings!r}"
+        )
+    for name in ("spec_method", "spec_model", "spec_tokens"):
+        if getattr(args, name) is not None:
+            raise DuckConfigError(
+                f"duck takes its method by --speculative-config alone, got "
+                f"--{name.replace('_', '-')} {getattr(args, name)!r}; drop it"
+            )
+    if not settings and not config.mtp_shadow:
+        if config.num_drafts:
+            raise DuckConfigError(
+                f"duck.num_drafts must come from --speculative-config, got "
+                f'{config.num_drafts}; drop {KNOB}["num_drafts"]'
+            )
+        return 0
+    checkpoint = Checkpoint(args.model)
+    _require_architecture(checkpoint.config.get("architectures") or [])
+    if checkpoint.config.get("num_nextn_predict_layers", 0) < 1:
+        raise DuckConfigError(
+            f"{method.METHOD} and mtp_shadow need the checkpoint's MTP layer, and "
+            f"{args.model} has none (num_nextn_predict_layers); drop them"
+        )
+    args.speculative_config = method.vllm_settings(settings if is_given else None)
+    return method.NUM_DRAFTS
+
+
+def _require_architecture(architectures: list[str]) -> None:
+    if ARCHITECTURE not in architectures:
+        raise DuckConfigError(
+            f"duck serves {ARCHITECTURE}, got {architectures}; unset {KNOB} and "
+            f"{ENDPOINTS_VARIABLE} to serve this model without ducks"
+        )
 
 
 def _kv_dtype(args: EngineArgs) -> Any:

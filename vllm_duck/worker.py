@@ -13,6 +13,8 @@ from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.local import LocalDucks
 from vllm_duck.executor.process import resident_bytes
 from vllm_duck.executor.security import ClientSecurity
+from vllm_duck.hooks import using_model_runner
+from vllm_duck.spec_decode.runner import DuckModelRunner
 
 logger = init_logger(__name__)
 
@@ -37,6 +39,10 @@ class DuckWorker(CPUWorker):
     local_ducks: LocalDucks | None = None
     fleet: Fleet | None = None
 
+    def init_device(self) -> None:
+        with using_model_runner(DuckModelRunner):
+            super().init_device()
+
     def load_model(self, **kwargs: Any) -> None:
         """Ducks first: a wrong duck is found before the host's weights load."""
         config = DuckConfig.from_settings(
@@ -46,7 +52,7 @@ class DuckWorker(CPUWorker):
         atexit.register(self._stop_ducks)
         self.fleet = self._connect(config)
         super().load_model(**kwargs)
-        self.model_runner.model.attach_ducks(self.fleet)
+        self.model_runner.attach_ducks(self.fleet)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -72,6 +78,11 @@ class DuckWorker(CPUWorker):
             "host_bytes": resident_bytes(),
             "ducks": [asdict(duck) for duck in ducks],
         }
+
+    def mtp_shadow_figures(self) -> dict[str, Any]:
+        """For `LLM.collective_rpc`, with mtp_shadow on: how the MTP layer agrees."""
+        shadow = self.model_runner.shadow
+        return {} if shadow is None else shadow.figures()
 
     def _connect(self, config: DuckConfig) -> Fleet:
         model_dir = self.model_config.model

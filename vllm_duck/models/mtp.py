@@ -1,0 +1,123 @@
+"""The MTP layer of DeepSeek-V3.2: drafts from the target's hidden state and a token.
+
+Row p takes the target's hidden state h[p] and the token x[p + 1], and predicts
+x[p + 2]: layer(eh_proj([enorm(embed(x[p + 1])); hnorm(h[p])])), where the embedding of
+row 0 counts as zero. Source: vLLM 0.32.0, deepseek_mtp.py::DeepSeekMultiTokenPredictor.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from vllm_duck.config import DuckConfig
+from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.models.batch import current_batch
+from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.models.host import finish_loading
+from vllm_duck.models.layer import DecoderLayer, run_layers
+from vllm_duck.models.linear import Linear, Norm
+from vllm_duck.models.lm_head import LmHead
+from vllm_duck.models.moe import Ducks, RemoteMoe
+from vllm_duck.models.rope import Rope
+
+
+class DeepseekV32Mtp(nn.Module):
+    """vLLM's contract of a draft model; weights come through `checkpoint_views`.
+
+    `embed_tokens` and `lm_head` are the target's unless the checkpoint holds others.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        model_config = vllm_config.speculative_config.draft_model_config
+        dims = self.dims = Dimensions.from_hf_config(model_config.hf_config)
+        config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
+        self.layer_idx = dims.num_hidden_layers
+        self.prefix = f"model.layers.{self.layer_idx}"
+        names = Checkpoint(Path(model_config.model)).tensor_names
+        size = (dims.vocab_size, dims.hidden_size)
+        self.embed_tokens: nn.Module | None = None
+        if f"{self.prefix}.embed_tokens.weight" in names:
+            self.embed_tokens = VocabParallelEmbedding(*size)
+        self.lm_head: LmHead | None = None
+        if f"{self.prefix}.shared_head.head.weight" in names:
+            self.lm_head = LmHead(*size)
+        self.embed_norm = Norm(dims.hidden_size, dims.rms_norm_eps)
+        self.hidden_norm = Norm(dims.hidden_size, dims.rms_norm_eps)
+        self.projection = Linear(2 * dims.hidden_size, dims.hidden_size)
+        self.layer = DecoderLayer(dims, self.layer_idx, config.kv_dtype, self.prefix)
+        self.head_norm = Norm(dims.hidden_size, dims.rms_norm_eps)
+        self.rope = Rope(dims.rope, dims.qk_rope_head_dim)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        assert self.embed_tokens is not None
+        return self.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden_states: Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: Tensor | None = None,
+        spec_step_idx: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """input_ids [T] of the next token, positions [T], hidden_states [T, H] normed.
+
+        Returns the layer's output [T, H] twice: for the head, and for a next draft.
+        """
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_input_ids(input_ids)
+        inputs_embeds = inputs_embeds.masked_fill(positions[:, None] == 0, 0)
+        joined = torch.cat(
+            [self.embed_norm(inputs_embeds), self.hidden_norm(hidden_states)], -1
+        )
+        rotations = self.rope.rotations(positions)
+        batch = current_batch(self.layer.attention.latent_cache.prefix)
+        hidden = run_layers([self.layer], self.projection(joined), rotations, batch)
+        return hidden, hidden
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        assert self.lm_head is not None
+        return self.lm_head.logits(self.head_norm(hidden_states))
+
+    def share_embedding(self, embed_tokens: nn.Module) -> None:
+        """Take the target's embedding, unless the layer's own differs."""
+        if _is_same(self.embed_tokens, embed_tokens):
+            self.embed_tokens = embed_tokens
+
+    def share_head(self, lm_head: LmHead) -> None:
+        """Take the target's head, unless the layer's own differs."""
+        if _is_same(self.lm_head, lm_head):
+            self.lm_head = lm_head
+
+    def attach_ducks(self, ducks: Ducks) -> None:
+        if isinstance(self.layer.mlp, RemoteMoe):
+            self.layer.mlp.ducks = ducks
+
+    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
+        vocab_size = self.dims.vocab_size
+        if self.embed_tokens is not None:
+            weight = self.embed_tokens.get_parameter("weight").data
+            yield f"{self.prefix}.embed_tokens.weight", weight[:vocab_size]
+        if self.lm_head is not None:
+            weight = self.lm_head.get_parameter("weight").data
+            yield f"{self.prefix}.shared_head.head.weight", weight[:vocab_size]
+        yield from self.embed_norm.checkpoint_views(f"{self.prefix}.enorm")
+        yield from self.hidden_norm.checkpoint_views(f"{self.prefix}.hnorm")
+        yield from self.projection.checkpoint_views(f"{self.prefix}.eh_proj")
+        yield from self.layer.checkpoint_views(self.prefix)
+        yield from self.head_norm.checkpoint_views(f"{self.prefix}.shared_head.norm")
+
+    def finish_loading(self) -> None:
+        finish_loading(self)
+
+
+def _is_same(own: nn.Module | None, shared: nn.Module) -> bool:
+    if own is None:
+        return True
+    return torch.equal(own.get_parameter("weight"), shared.get_parameter("weight"))
