@@ -65,8 +65,11 @@ def make_config(rope=None, **changes):
     return config
 
 
-def make_pair(config, kv_dtype="bf16", seed=0):
-    """transformers' module in fp32 with bf16-valued weights, and ours."""
+def make_pair(config, kv_dtype="bf16", seed=0, weights=None):
+    """transformers' module in fp32 with bf16-valued weights, and ours.
+
+    `weights` is an oracle whose weights both take.
+    """
     torch.manual_seed(seed)
     oracle = DeepseekV32Attention(config, 0).eval()
     for name, parameter in oracle.named_parameters():
@@ -77,14 +80,16 @@ def make_pair(config, kv_dtype="bf16", seed=0):
         parameter.data = (scale + noise).bfloat16().float()
     # Large beside the residual, whose rounding then does not show.
     oracle.o_proj.weight.data *= 64
+    if weights is not None:
+        oracle.load_state_dict(weights.state_dict())
     world = PagedWorld()
     with world.building():
         ours = SparseAttention(
             Dimensions.from_hf_config(config), kv_dtype, "model.layers.0"
         )
-    weights = dict(oracle.named_parameters())
+    parameters = dict(oracle.named_parameters())
     for name, view in ours.checkpoint_views("attn"):
-        view.copy_(weights[name.removeprefix("attn.")])
+        view.copy_(parameters[name.removeprefix("attn.")])
     for norm in (ours.input_norm, ours.output_norm):
         norm.weight.data.fill_(1.0)
     finish_loading(ours)

@@ -103,3 +103,6 @@ def attend(
     normed: Memory,
     /,
 ) -> None: ...
+def latent(
+    host: Handle, size: int, x: Memory, row: Memory, out: Memory, /
+) -> None: ...

@@ -43,11 +43,17 @@ void attend_call(const Threads& threads, const AttentionCall& call) {
     attend_panel<G>(threads, call, begin, min_int(kPanelRows, call.rows - begin), low);
 }
 
+inline void latent_call(const Threads&, const LatentCall& call) {
+  LatentRow format = {call.size, 0, true};
+  if (call.x) format.write(call.x, nullptr, call.row);
+  format.read(call.row, call.out);
+}
+
 // The table of an instruction set.
 template <class G>
 constexpr Calls calls_of(const char* name) {
   return {name,          norm_call, linear_call<G>, mlp_call<G>,
-          route_call<G>, add_call,  attend_call<G>};
+          route_call<G>, add_call,  attend_call<G>, latent_call};
 }
 
 }  // namespace

@@ -67,6 +67,14 @@ struct AddCall {
   uint16_t* out;  // residual + (shared + routed)
 };
 
+// One token of an fp8 latent cache without its rope part: for tests of the format.
+struct LatentCall {
+  int size;
+  const float* x;  // [size], to be written to the row, or null
+  uint8_t* row;    // [size + size / 128 * 4]
+  uint16_t* out;   // [size] bf16, read back
+};
+
 struct AttentionShape {
   int hidden, heads, q_lora, kv_lora, nope_dim, rope_dim, v_dim;
   int index_heads, index_dim, index_topk;
@@ -110,6 +118,7 @@ struct Calls {
   void (*route)(const Threads&, const RouterCall&);
   void (*add)(const Threads&, const AddCall&);
   void (*attend)(const Threads&, const AttentionCall&);
+  void (*latent)(const Threads&, const LatentCall&);
 };
 
 const Calls* portable_calls();

@@ -369,6 +369,18 @@ PyObject* attend(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
   return run(args, host, &Calls::attend, call);
 }
 
+// latent(host, size, x or 0, row, out)
+PyObject* latent(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
+  Arguments args(argv, argc);
+  auto* host = args.object<Host>();
+  LatentCall call = {};
+  call.size = args.integer();
+  call.x = args.pointer<float>();
+  call.row = args.pointer<uint8_t>();
+  call.out = args.pointer<uint16_t>();
+  return run(args, host, &Calls::latent, call);
+}
+
 template <class Function>
 PyCFunction fast(Function* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -390,6 +402,7 @@ PyMethodDef kMethods[] = {
     {"route", fast(route), METH_FASTCALL, nullptr},
     {"add", fast(add), METH_FASTCALL, nullptr},
     {"attend", fast(attend), METH_FASTCALL, nullptr},
+    {"latent", fast(latent), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
