@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -12,11 +13,12 @@ import pytest
 from tests.executor.mini_model import make_mini_model, make_request
 from tests.executor.test_local import is_running, wait_until
 from vllm_duck.cli import main
+from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.shards import ShardPlan
 
-WAIT_S = 30
+WAIT_S = 120
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -51,6 +53,19 @@ def _fails(capsys, *arguments):
     assert captured.err.startswith("vllm-duck: error: ")
     assert captured.err.count("\n") == 1
     return captured.err
+
+
+def test_a_signal_that_another_thread_catches_stops_too():
+    stop = StopRequest()
+    caught = threading.Event()
+
+    def catch():
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        caught.set()
+
+    threading.Thread(target=catch).start()
+    assert stop.wait(WAIT_S)
+    assert caught.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
@@ -259,5 +274,6 @@ def _keep_signal_handlers():
     """A command may take over signals, a test run may not."""
     before = [(number, signal.getsignal(number)) for number in HANDLED]
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in before:
         signal.signal(number, handler)

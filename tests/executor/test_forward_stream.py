@@ -13,7 +13,7 @@ from vllm_duck.executor.forward_stream import (
     Kernel,
 )
 
-WAIT_S = 30
+WAIT_S = 120
 
 
 def _messages(count):

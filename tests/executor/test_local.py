@@ -26,7 +26,7 @@ from vllm_duck.executor.local import LocalDucks
 from vllm_duck.executor.shard_moe import ShardMoe
 from vllm_duck.executor.shards import ShardPlan
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def wait_until(claim):

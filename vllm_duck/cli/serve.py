@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from vllm_duck.cli import options
@@ -186,10 +187,17 @@ def _announce(args: argparse.Namespace, endpoint: str, moe: ShardMoe) -> None:
 
 
 def _stop_with_parent() -> None:
-    """Wait until the parent closes our stdin, or is gone, and do what SIGTERM does."""
+    """Wait until the parent closes our stdin, or is gone, and do what SIGTERM does.
+
+    Nobody would notice an orphan that hangs on its way out, so there is a last resort.
+    """
     while os.read(sys.stdin.fileno(), 1):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    main_thread_id = threading.main_thread().ident
+    assert main_thread_id is not None
+    signal.pthread_kill(main_thread_id, signal.SIGTERM)
+    time.sleep(2 * _STOP_GRACE_S)
+    os._exit(1)
 
 
 def _remove_private_directory(endpoint: str) -> None:

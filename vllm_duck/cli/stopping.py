@@ -1,8 +1,10 @@
 """Ctrl-C, SIGTERM or a lost parent, as one thing that the main thread waits for.
 
 A signal handler that raises can lose its exception inside a callback of C code, and
-one that sets a threading.Event can meet the lock that its own thread holds. Writing to
-a pipe has neither problem; raising is for the time before something waits for it.
+one that sets a threading.Event can meet the lock that its own thread holds. And none
+runs at all while the main thread sleeps and another thread caught the signal. So the
+interpreter writes to a pipe, from whatever thread, and the main thread waits for that;
+raising is for the time before it waits.
 """
 
 import os
@@ -17,7 +19,9 @@ class StopRequest:
     """Remembers that this process was asked to stop."""
 
     def __init__(self) -> None:
-        self._read_fd, self._write_fd = os.pipe()
+        self._read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         self._is_raising = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
@@ -36,6 +40,5 @@ class StopRequest:
             self._is_raising = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        os.write(self._write_fd, b"x")
         if self._is_raising:
             raise KeyboardInterrupt
