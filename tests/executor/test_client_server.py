@@ -19,6 +19,7 @@ from vllm_duck.errors import (
     DuckUnavailable,
 )
 from vllm_duck.executor import codec, duck_pb2, duck_pb2_grpc
+from vllm_duck.executor import server as server_module
 from vllm_duck.executor.bf16 import bf16_to_f32, f32_to_bf16
 from vllm_duck.executor.client import GrpcDuck
 from vllm_duck.executor.duck import WireDuck
@@ -252,6 +253,18 @@ def test_raw_garbage_on_the_port_does_not_disturb_the_duck(start_server, connect
             with socket.create_connection((host, int(port)), timeout=30) as raw:
                 raw.sendall(prefix + rng.bytes(200))
     connect(server.endpoint).start(make_request()).result()
+
+
+def test_calls_beyond_the_limit_are_refused_and_the_others_go_on(
+    start_server, connect, monkeypatch
+):
+    monkeypatch.setattr(server_module, "MAX_CONCURRENT_CALLS", 1)
+    server = start_server()
+    first, second = (connect(server.endpoint) for _ in range(2))
+    first.start(make_request()).result()
+    with pytest.raises(DuckProtocolError, match="the number of the calls"):
+        second.start(make_request()).result()
+    first.start(make_request()).result()
 
 
 def test_two_hosts_share_one_duck(start_server, connect):

@@ -46,8 +46,7 @@ class ReplyStatus(IntEnum):
     UNSPECIFIED = 0
     OK = 1
     INVALID_REQUEST = 2
-    SHUTTING_DOWN = 3
-    INTERNAL = 4
+    INTERNAL = 3
 
 
 class RequestShapeError(DuckShapeError):

@@ -18,7 +18,6 @@ class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STATUS_UNSPECIFIED: _ClassVar[Status]
     STATUS_OK: _ClassVar[Status]
     STATUS_INVALID_REQUEST: _ClassVar[Status]
-    STATUS_SHUTTING_DOWN: _ClassVar[Status]
     STATUS_INTERNAL: _ClassVar[Status]
 DTYPE_UNSPECIFIED: DType
 DTYPE_BF16: DType
@@ -26,7 +25,6 @@ DTYPE_F32: DType
 STATUS_UNSPECIFIED: Status
 STATUS_OK: Status
 STATUS_INVALID_REQUEST: Status
-STATUS_SHUTTING_DOWN: Status
 STATUS_INTERNAL: Status
 
 class DescribeRequest(_message.Message):

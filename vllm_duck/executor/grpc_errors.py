@@ -41,7 +41,6 @@ _OTHER_STATUS_ERROR = (DuckProtocolError, "did not answer as a duck")
 
 _REPLY_ERRORS: dict[ReplyStatus, type[DuckError]] = {
     ReplyStatus.INVALID_REQUEST: DuckShapeError,
-    ReplyStatus.SHUTTING_DOWN: DuckUnavailable,
     ReplyStatus.INTERNAL: DuckUnavailable,
 }
 
