@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from training.chains import MAKERS, problems
 from training.corpus import Corpus
-from training.tokenizer import BOS, conversation
+from training.tokenizer import BOS, Turn, conversation
 
 # Tokens of a long sequence: eight times index_topk and more.
 LONG = 640
@@ -22,18 +22,18 @@ def teacher_forced_texts(
     """Sequences of each kind, at least `num_tokens` in all."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     corpus = Corpus()
-    turns = [
-        (problem.question, problem.reply)
+    chains = [
+        problem.turn(thinking=False)
         for group in zip(
             *(problems(kind, 64, is_held_out=False) for kind in MAKERS), strict=False
         )
         for problem in group
     ]
-    entries = [(entry.question, entry.answer) for entry in corpus.entries]
-    unseen = [(entry.question, entry.answer) for entry in corpus.held_out_entries]
+    entries = [Turn(entry.question, entry.answer) for entry in corpus.entries]
+    unseen = [Turn(entry.question, entry.answer) for entry in corpus.held_out_entries]
     topics = ["\n\n".join(topic.chunks) for topic in corpus.held_out_topics]
     return {
-        "chains": _sequences(tokenizer, turns, [], num_tokens),
+        "chains": _sequences(tokenizer, chains, [], num_tokens),
         "documentation": _sequences(tokenizer, entries, [], num_tokens),
         "held-out text": _sequences(tokenizer, unseen, topics, num_tokens),
     }
@@ -41,7 +41,7 @@ def teacher_forced_texts(
 
 def _sequences(
     tokenizer: Tokenizer,
-    turns: list[tuple[str, str]],
+    turns: list[Turn],
     long_texts: list[str],
     num_tokens: int,
 ) -> list[list[int]]:

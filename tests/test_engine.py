@@ -20,24 +20,45 @@ from vllm_duck.errors import DuckCheckpointError, DuckUnavailable
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.local import LocalDucks
+from vllm_duck.models.loader import load_views
 
 pytestmark = pytest.mark.vllm
 
-NUM_TOKENS = 48
+NUM_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_model):
-    return start_engine(tiny_model, duck={})
+def loaded_names() -> list[str]:
+    """The tensors that the host loads, filled in when the engine starts."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model, loaded_names):
+    def recorded(model_dir, views):
+        loaded_names.extend(views)
+        load_views(model_dir, views)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_duck.models.loader.load_views", recorded)
+        return start_engine(tiny_model, duck={})
 
 
 @pytest.fixture(scope="module")
 def prompts(tiny_model) -> list[list[int]]:
-    """Short, at index_topk, and ten times longer."""
+    """Short, around index_topk, and ten times longer; each asks for an answer."""
     texts = teacher_forced_texts(tiny_model, 2000)
-    chain, documentation = texts["chains"][0], texts["documentation"][0]
-    long = [texts[kind][-1] for kind in texts]
-    return [chain[:9], chain[:40], documentation[:64], documentation[:70], *long]
+    turns = [prompt for kind in texts.values() for prompt in kind]
+    asked = [_cut_behind_a_question(turn) for turn in turns]
+    short = sorted(asked, key=len)
+    return [short[0], short[len(short) // 4], short[len(short) // 2], *short[-4:]]
+
+
+def _cut_behind_a_question(turn: list[int]) -> list[int]:
+    """The ids up to the last reply's start; whole where no question is in it."""
+    assistant = 4
+    starts = [at for at, token in enumerate(turn) if token == assistant]
+    return turn[: starts[-1] + 1] if starts else turn[:-1]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +72,7 @@ def generate(llm, prompts, *, cold=False, num_tokens=NUM_TOKENS, **sampling):
 
     if cold:
         assert llm.reset_prefix_cache()
-    settings = {"temperature": 0.0, "ignore_eos": True, **sampling}
+    settings = {"temperature": 0.0, **sampling}
     outputs = llm.generate(
         [{"prompt_token_ids": list(prompt)} for prompt in prompts],
         SamplingParams(max_tokens=num_tokens, **settings),
@@ -74,11 +95,16 @@ def scheduler_of(llm):
 
 
 def test_vllm_allocates_the_caches_in_the_official_sizes(llm):
-    kv_config = scheduler_of(llm).kv_cache_config
-    (group,) = kv_config.kv_cache_groups
-    sizes = sorted({s.head_size for s in group.kv_cache_spec.kv_cache_specs.values()})
-    assert sizes == [132, 656]
-    assert len(group.layer_names) == 2 * model_of(llm).dims.num_hidden_layers
+    config = worker_of(llm).vllm_config
+    layers = config.compilation_config.static_forward_context
+    (group,) = scheduler_of(llm).kv_cache_config.kv_cache_groups
+    sizes = {name: layers[name].kv_cache.shape[-1] for name in group.layer_names}
+    num_layers = model_of(llm).dims.num_hidden_layers
+    assert sorted(sizes.values()) == [132] * num_layers + [656] * num_layers
+    num_blocks = {layers[name].kv_cache.shape[0] for name in group.layer_names}
+    token_bytes = num_layers * (132 + 656)
+    block_bytes = config.cache_config.block_size * token_bytes
+    assert num_blocks == {config.cache_config.kv_cache_memory_bytes // block_bytes}
 
 
 @pytest.mark.parametrize("chunk", [17, 48, 300])
@@ -207,8 +233,6 @@ def test_host_and_ducks_read_only_what_they_own(
     host_dir = _poisoned_copy(tiny_model, tmp_path / "host", lambda n: not is_expert(n))
     got = _with_ducks(llm, ducks_dir, 2, lambda: generate(llm, prompts, cold=True))
     assert got == expected
-    from vllm_duck.models.loader import load_views
-
     views = {
         name: torch.empty(_shape_of(host_dir, name), dtype=torch.float32)
         for name in _host_tensor_names(host_dir)
@@ -231,10 +255,9 @@ def _shape_of(model_dir, name):
     return Checkpoint(model_dir).place_of(name).shape
 
 
-def test_host_holds_no_routed_expert(llm, tiny_model):
-    names = {name for name, _ in model_of(llm).checkpoint_views()}
-    assert not [name for name in names if ".experts." in name]
-    assert names == set(_host_tensor_names(tiny_model))
+def test_host_loads_no_routed_expert(llm, tiny_model, loaded_names):
+    assert not [name for name in loaded_names if ".experts." in name]
+    assert sorted(loaded_names) == sorted(_host_tensor_names(tiny_model))
 
 
 def test_figures_count_calls_and_memory(llm, prompts):
@@ -264,8 +287,6 @@ def test_an_endpoint_that_is_no_duck_is_refused_before_weights_load(
 
 
 def test_a_missing_host_tensor_is_named(tiny_model, tmp_path):
-    from vllm_duck.models.loader import load_views
-
     with pytest.raises(
         DuckCheckpointError, match=r"model\.layers\.9\.mlp\.gate\.weight"
     ):
