@@ -8,8 +8,8 @@ Invariants, pinned by tests:
   fit itself raises RequestShapeError, which knows the request id to answer to.
 """
 
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -26,6 +26,18 @@ from vllm_duck.executor.duck import (
     ReplyDtype,
     Shard,
 )
+
+
+def _tag(field_number: int) -> bytes:
+    """What precedes a length-delimited field; one byte while numbers are below 16."""
+    return bytes([field_number << 3 | 2])
+
+
+# Once, here: looking a number up in a generated class costs as much as a whole field.
+_HIDDEN_TAG = _tag(duck_pb2.ForwardRequest.HIDDEN_FIELD_NUMBER)
+_TOPK_IDS_TAG = _tag(duck_pb2.ForwardRequest.TOPK_IDS_FIELD_NUMBER)
+_TOPK_WEIGHTS_TAG = _tag(duck_pb2.ForwardRequest.TOPK_WEIGHTS_FIELD_NUMBER)
+_PARTIAL_TAG = _tag(duck_pb2.ForwardReply.PARTIAL_FIELD_NUMBER)
 
 DESCRIBE_REQUEST = duck_pb2.DescribeRequest().SerializeToString()
 
@@ -57,8 +69,7 @@ class RequestShapeError(DuckShapeError):
         self.request_id = request_id
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedRequest:
+class DecodedRequest(NamedTuple):
     """A request as a duck sees it."""
 
     request_id: int
@@ -66,8 +77,7 @@ class DecodedRequest:
     reply_dtype: ReplyDtype
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedReply:
+class DecodedReply(NamedTuple):
     """A reply as the host sees it; `partial` is None unless the status is OK."""
 
     request_id: int
@@ -93,9 +103,9 @@ def encode_request(
     )
     message = _append_tensors(
         head.SerializeToString(),
-        (duck_pb2.ForwardRequest.HIDDEN_FIELD_NUMBER, request.hidden),
-        (duck_pb2.ForwardRequest.TOPK_IDS_FIELD_NUMBER, request.topk_ids),
-        (duck_pb2.ForwardRequest.TOPK_WEIGHTS_FIELD_NUMBER, request.topk_weights),
+        (_HIDDEN_TAG, request.hidden),
+        (_TOPK_IDS_TAG, request.topk_ids),
+        (_TOPK_WEIGHTS_TAG, request.topk_weights),
     )
     return EncodedRequest(request_id, message)
 
@@ -134,10 +144,7 @@ def encode_reply(
         queue_us=queue_us,
         compute_us=compute_us,
     )
-    return _append_tensors(
-        head.SerializeToString(),
-        (duck_pb2.ForwardReply.PARTIAL_FIELD_NUMBER, partial),
-    )
+    return _append_tensors(head.SerializeToString(), (_PARTIAL_TAG, partial))
 
 
 def encode_refusal(request_id: int, status: ReplyStatus, *, error: str) -> bytes:
@@ -262,7 +269,7 @@ def _tensor(
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def _append_tensors(head: bytes, *tensors: tuple[int, np.ndarray]) -> bytes:
+def _append_tensors(head: bytes, *tensors: tuple[bytes, np.ndarray]) -> bytes:
     """Append bytes fields to a serialized message.
 
     A protobuf message is the concatenation of its fields, so the tensors, which are
@@ -270,10 +277,8 @@ def _append_tensors(head: bytes, *tensors: tuple[int, np.ndarray]) -> bytes:
     three: tobytes, the field, the serialized message.
     """
     parts: list[bytes | memoryview] = [head]
-    for field_number, tensor in tensors:
-        # Tag of a length-delimited field; one byte because all numbers are below 16.
-        parts.append(bytes([field_number << 3 | 2]) + _varint(tensor.nbytes))
-        parts.append(tensor.data if tensor.size else b"")
+    for tag, tensor in tensors:
+        parts += (tag, _varint(tensor.nbytes), tensor.data if tensor.size else b"")
     return b"".join(parts)
 
 
