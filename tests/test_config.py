@@ -42,10 +42,13 @@ def test_settings_survive_a_round_trip():
         ({"local_threads": 0}, "local_threads must be >= 1"),
         ({"deadline_s": -1.0}, r"deadline_s must be > 0, got -1.0; set additional"),
         ({"deadline_s": float("nan")}, "deadline_s must be > 0, got nan"),
+        ({"connect_s": -1}, "connect_s must be >= 0, got -1"),
         ({"deadline_s": "1"}, "deadline_s must be a number of seconds"),
         ({"reply_dtype": "fp8"}, "reply_dtype must be"),
         ({"reply_dtype": 3}, "reply_dtype must be a string"),
         ({"kv_dtype": "int4"}, "kv_dtype must be"),
+        ({"num_drafts": -1}, "num_drafts must be >= 0, got -1"),
+        ({"mtp_shadow": 1}, "mtp_shadow must be true or false, got 1"),
         ({"tls_cert": "a"}, "tls_cert and tls_key must be both or neither"),
         ([], "a JSON object"),
     ],
@@ -65,6 +68,8 @@ def test_wrong_settings_are_refused_with_the_knob(settings, message):
         ("vllm_duck.executor.fleet", ("torch", "vllm", "vllm_duck.models")),
         ("vllm_duck.cli", ("torch", "vllm", "vllm_duck.models")),
         ("vllm_duck.models.deepseek_v32", ("vllm_duck.worker", "vllm_duck.hooks")),
+        ("vllm_duck.models.mtp", ("vllm_duck.worker", "vllm_duck.spec_decode.runner")),
+        ("vllm_duck.spec_decode.runner", ("vllm_duck.worker", "vllm_duck.hooks")),
     ],
 )
 def test_lower_modules_do_not_import_higher_ones(module, forbidden):

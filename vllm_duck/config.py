@@ -32,6 +32,9 @@ class DuckConfig:
     # Seconds a duck may take for one call. A 2048-row prefill chunk of the real
     # model takes seconds on a small CPU; a hang is longer.
     deadline_s: float = 60.0
+    # Seconds to wait at the start for ducks that are not up yet, for example because
+    # they still load; 0 refuses at once.
+    connect_s: float = 0.0
     # The dtype of partial sums on the wire. bf16 halves the bytes; fp32 keeps the
     # ducks' accumulators.
     reply_dtype: Literal["bf16", "fp32"] = "bf16"
@@ -62,6 +65,8 @@ class DuckConfig:
             _refuse("local_threads", ">= 1", self.local_threads)
         if not self.deadline_s > 0:
             _refuse("deadline_s", "> 0", self.deadline_s)
+        if not self.connect_s >= 0:
+            _refuse("connect_s", ">= 0", self.connect_s)
         if self.reply_dtype not in ("bf16", "fp32"):
             _refuse("reply_dtype", '"bf16" or "fp32"', self.reply_dtype)
         if self.kv_dtype not in ("fp8", "bf16"):
@@ -101,7 +106,7 @@ class DuckConfig:
 
 _INTEGERS = ("local_ducks", "local_threads", "num_drafts")
 _BOOLEANS = ("mtp_shadow",)
-_NUMBERS = ("deadline_s",)
+_NUMBERS = ("deadline_s", "connect_s")
 _OPTIONAL = ("local_threads", "tls_ca", "tls_cert", "tls_key", "token_file")
 
 

@@ -100,6 +100,7 @@ class DuckWorker(CPUWorker):
         fleet = Fleet.connect(
             endpoints,
             expect=Checkpoint(model_dir).summary,
+            connect_s=config.connect_s,
             deadline_s=config.deadline_s,
             reply_dtype=config.reply_dtype,
             security=ClientSecurity.from_files(
