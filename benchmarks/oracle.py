@@ -33,9 +33,14 @@ def dequantized(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_dequantized(
-    model_dir: Path, out_dir: Path, dtype: torch.dtype, *, as_dense_v3: bool = False
+    model_dir: Path,
+    out_dir: Path,
+    dtype: torch.dtype,
+    *,
+    as_dense_v3: bool = False,
+    with_mtp: bool = False,
 ) -> Path:
-    """Write the checkpoint without fp8 and without its MTP layer.
+    """Write the checkpoint without fp8, and without its MTP layer unless asked for.
 
     `as_dense_v3`: drop the indexer too and call it DeepseekV3ForCausalLM, which stock
     vLLM runs on a CPU.
@@ -45,11 +50,13 @@ def write_dequantized(
     tensors = {
         name: tensor if "e_score_correction" in name else tensor.to(dtype)
         for name, tensor in dequantized(model_dir)
-        if not name.startswith(f"model.layers.{num_layers}.")
+        if (with_mtp or not name.startswith(f"model.layers.{num_layers}."))
         and not (as_dense_v3 and ".indexer." in name)
     }
     out_dir.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out_dir / "model.safetensors", metadata={"format": "pt"})
+    if not with_mtp:
+        config["num_nextn_predict_layers"] = 0
     _write_config(config, out_dir, as_dense_v3)
     for path in model_dir.glob("*token*"):
         (out_dir / path.name).write_bytes(path.read_bytes())
@@ -68,7 +75,6 @@ def load_transformers(checkpoint_dir: Path, dtype: torch.dtype) -> Any:
 
 def _write_config(config: dict[str, Any], out_dir: Path, as_dense_v3: bool) -> None:
     config = {k: v for k, v in config.items() if k != "quantization_config"}
-    config["num_nextn_predict_layers"] = 0
     if as_dense_v3:
         config = {k: v for k, v in config.items() if k not in _SPARSE_KEYS}
         config["architectures"] = ["DeepseekV3ForCausalLM"]

@@ -32,6 +32,9 @@ def main() -> None:
         model=str(options.model),
         max_model_len=2048,
         kv_cache_memory_bytes=256 << 20,
+        # The checkpoint's own MTP layer drafts; `--no-drafts` decodes without.
+        speculative_config={"method": "duck_mtp1"} if options.drafts else None,
+        disable_log_stats=False,
         additional_config={"duck": {"local_ducks": options.ducks}},
     )
     print(f"Ready after {time.perf_counter() - started_s:.1f} s.\n", flush=True)
@@ -71,6 +74,7 @@ def stream(llm: LLM, request_id: str, question: str) -> tuple[int, float]:
 def print_figures(llm: LLM, num_tokens: int, decode_s: float) -> None:
     (figures,) = llm.collective_rpc("duck_figures")
     print(f"decode  {num_tokens / decode_s:.1f} tok/s ({num_tokens} tokens, one user)")
+    print_acceptance(llm, num_tokens)
     print(f"host    {figures['host_bytes'] / 1e6:,.0f} MB resident")
     for duck in figures["ducks"]:
         print(
@@ -80,10 +84,25 @@ def print_figures(llm: LLM, num_tokens: int, decode_s: float) -> None:
         )
 
 
+def print_acceptance(llm: LLM, num_tokens: int) -> None:
+    counts = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    drafted = int(counts.get("vllm:spec_decode_num_draft_tokens", 0))
+    accepted = int(counts.get("vllm:spec_decode_num_accepted_tokens", 0))
+    if drafted:
+        num_steps = num_tokens - accepted
+        print(
+            f"drafts  accepted {accepted}/{drafted} = {accepted / drafted:.0%}, "
+            f"{num_tokens / num_steps:.2f} tokens per step"
+        )
+
+
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?", default=BUNDLED_MODEL)
     parser.add_argument("--ducks", type=int, default=2, help="duck processes (2)")
+    parser.add_argument(
+        "--no-drafts", dest="drafts", action="store_false", help="decode plainly"
+    )
     return parser.parse_args()
 
 

@@ -88,7 +88,12 @@ def test_kv_cache_dtype_chooses_the_format(tiny_model, kv_cache_dtype, expected)
         ({"worker_cls": "some.Worker"}, "--worker-cls.*got 'some.Worker'"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 1}},
-            "--speculative-config to be None",
+            "to name the method duck_mtp1, got {'method': 'ngram'",
+        ),
+        ({"spec_method": "mtp"}, "got --spec-method 'mtp'; drop it"),
+        (
+            {"speculative_config": {"method": "duck_mtp1", "model": "draft"}},
+            "takes no model, got 'draft'",
         ),
         (
             {"compilation_config": {"cudagraph_mode": "FULL"}},
@@ -99,6 +104,80 @@ def test_kv_cache_dtype_chooses_the_format(tiny_model, kv_cache_dtype, expected)
 def test_what_duck_cannot_do_is_refused_with_the_flag(tiny_model, changes, message):
     with pytest.raises(DuckConfigError, match=message):
         make_args(tiny_model, **changes).create_engine_config()
+
+
+MTP1 = {"method": "duck_mtp1"}
+
+
+def test_the_method_turns_duck_on_and_sets_what_it_needs(tiny_model):
+    args = make_args(tiny_model, duck=None, speculative_config=dict(MTP1))
+    config = args.create_engine_config()
+    speculative = config.speculative_config
+    assert speculative.method == "mtp"
+    assert speculative.num_speculative_tokens == 1
+    assert speculative.disable_padded_drafter_batch
+    assert speculative.draft_sample_method == "probabilistic"
+    assert not config.scheduler_config.async_scheduling
+    assert config.parallel_config.worker_cls == "vllm_duck.worker.DuckWorker"
+    duck = DuckConfig.from_settings(config.additional_config["duck"], {})
+    assert duck.num_drafts == 1
+    assert setup_engine.is_duck_speculation(speculative)
+    # And a second time, as vLLM may.
+    again = args.create_engine_config()
+    assert again.additional_config == config.additional_config
+
+
+def test_the_command_line_takes_the_method(tiny_model):
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    options = parser.parse_args(
+        ["--model", str(tiny_model), "--speculative-config", json.dumps(MTP1)]
+    )
+    config = AsyncEngineArgs.from_cli_args(options).create_engine_config()
+    assert config.additional_config["duck"]["num_drafts"] == 1
+
+
+def test_shadow_mode_loads_the_mtp_layer_without_the_method(tiny_model):
+    config = make_args(tiny_model, duck={"mtp_shadow": True}).create_engine_config()
+    assert config.speculative_config.num_speculative_tokens == 1
+
+
+def test_duck_alone_does_not_speculate(tiny_model):
+    config = make_args(tiny_model).create_engine_config()
+    assert config.speculative_config is None
+    assert config.additional_config["duck"]["num_drafts"] == 0
+
+
+def test_drafts_are_asked_for_by_the_method_alone(tiny_model):
+    with pytest.raises(DuckConfigError, match="must come from --speculative-config"):
+        make_args(tiny_model, duck={"num_drafts": 1}).create_engine_config()
+
+
+def _copy_with(model_dir, out_dir, **changes):
+    """The checkpoint's small files, its config changed."""
+    out_dir.mkdir()
+    for path in model_dir.iterdir():
+        if path.suffix != ".safetensors":
+            (out_dir / path.name).write_bytes(path.read_bytes())
+        else:
+            (out_dir / path.name).symlink_to(path)
+    config = json.loads((model_dir / "config.json").read_text())
+    (out_dir / "config.json").unlink()
+    (out_dir / "config.json").write_text(json.dumps({**config, **changes}))
+    return out_dir
+
+
+@pytest.mark.parametrize("how", [{"speculative_config": MTP1}, {"duck": True}])
+def test_a_checkpoint_without_an_mtp_layer_is_refused(tiny_model, tmp_path, how):
+    model = _copy_with(tiny_model, tmp_path / "m", num_nextn_predict_layers=0)
+    duck = {"mtp_shadow": True} if how.pop("duck", False) else None
+    with pytest.raises(DuckConfigError, match="has none .num_nextn_predict_layers."):
+        make_args(model, duck=duck, **how).create_engine_config()
+
+
+def test_the_method_with_another_architecture_is_refused(tiny_v3_model):
+    args = make_args(tiny_v3_model, duck=None, speculative_config=dict(MTP1))
+    with pytest.raises(DuckConfigError, match="duck serves DeepseekV32ForCausalLM"):
+        args.create_engine_config()
 
 
 def test_the_v2_runner_is_refused(tiny_model, monkeypatch):

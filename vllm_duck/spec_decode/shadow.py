@@ -25,7 +25,7 @@ class Agreement:
     num_tokens: int = 0
     # Whether p and q are largest at the same token.
     num_top1: int = 0
-    # min(1, p / q) of the token taken.
+    # min(1, p / q) of the token taken; 0 where q = 0, since it was never drafted.
     alpha: float = 0.0
     # sum_y min(p, q): the chance that a draft would have been accepted.
     overlap: float = 0.0
@@ -35,7 +35,7 @@ class Agreement:
         p_taken, q_taken = float(p[token_id]), float(q[token_id])
         self.num_tokens += 1
         self.num_top1 += int(p.argmax() == q.argmax())
-        self.alpha += min(1.0, p_taken / q_taken) if q_taken > 0 else 1.0
+        self.alpha += min(1.0, p_taken / q_taken) if q_taken > 0 else 0.0
         self.overlap += float(overlap(p[None], q[None]))
 
     def means(self) -> dict[str, float]:

@@ -1,0 +1,288 @@
+"""How often the target accepts what the MTP layer drafts, and why the design matters.
+
+Two kinds of prompts: `reasoning` are small arithmetic problems answered step by step
+(training.chains), `text` are questions about Python's library (training.corpus); both
+are of the sets that the bundled model was trained on. Counted by vLLM's own metrics:
+accepted drafts over verified ones.
+
+The ablations change one thing each, at temperature 0: `stateless` shows the MTP layer
+the newest row alone, `bf16 MTP cache` keeps its history unquantised, `unverified rows`
+leaves in its history what a rejected draft would have put there. The peer is stock
+vLLM's `mtp` on the same weights as a dense DeepSeek-V3.
+"""
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import MODEL_DIR, Result, main
+from benchmarks.engines import in_fresh_process, start_engine
+
+TEMPERATURES = (0.0, 0.6, 1.0)
+NUM_TOKENS, NUM_TOKENS_QUICK = 2400, 500
+MAX_TOKENS = 300
+BATCH_SIZE = 8
+# Acceptance that each kind should reach at temperature 0, per cent.
+TARGETS = {"reasoning": 95.0, "text": 70.0}
+# How much of it the history is worth, at least.
+HISTORY_TARGETS = {"reasoning": 2.2, "text": 1.4}
+
+Prompts = dict[str, list[list[int]]]
+
+
+def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
+    prompts = make_prompts(model_dir)
+    num_tokens = NUM_TOKENS_QUICK if quick else NUM_TOKENS
+
+    def measured(temperatures: Sequence[float], ablation: str = "") -> dict:
+        return in_fresh_process(
+            measure, model_dir, prompts, temperatures, num_tokens, ablation
+        )
+
+    ours = measured(TEMPERATURES)
+    stock = in_fresh_process(measure_stock, model_dir, prompts, num_tokens)
+    for kind, temperature in itertools.product(prompts, TEMPERATURES):
+        is_greedy = temperature == 0
+        yield Result(
+            case=f"{kind} temperature {temperature:g}",
+            metric="acceptance",
+            value=ours[kind, temperature],
+            unit="%",
+            peer="vLLM mtp, dense V3" if is_greedy else "",
+            peer_value=stock[kind, temperature] if is_greedy else None,
+            target=f">= {TARGETS[kind]} %" if is_greedy else "",
+        )
+    for ablation in ABLATIONS:
+        changed = measured(TEMPERATURES[:1], ablation)
+        for kind in prompts:
+            target = HISTORY_TARGETS[kind] if ablation == "stateless" else None
+            yield Result(
+                case=f"{kind} temperature 0 {ablation}",
+                metric="acceptance",
+                value=changed[kind, 0.0],
+                unit="%",
+                peer="ours",
+                peer_value=ours[kind, 0.0],
+                target=f"ratio <= 1/{target}" if target else "",
+            )
+
+
+def make_prompts(model_dir: Path) -> Prompts:
+    """Chat prompts of each kind, in a fixed order."""
+    from tokenizers import Tokenizer
+
+    from training.chains import MAKERS, problems
+    from training.corpus import Corpus
+    from training.tokenizer import prompt
+
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    chains = [problems(kind, 16, is_held_out=False) for kind in MAKERS]
+    asked = [
+        problem.question for group in zip(*chains, strict=False) for problem in group
+    ]
+    entries = [entry.question for entry in Corpus().entries]
+    return {
+        "reasoning": [encode(prompt(question, thinking=True)) for question in asked],
+        "text": [
+            encode(prompt(question)) for question in entries[:: len(entries) // 64]
+        ],
+    }
+
+
+def measure(
+    model_dir: Path,
+    prompts: Prompts,
+    temperatures: Sequence[float],
+    num_tokens: int,
+    ablation: str = "",
+) -> dict[tuple[str, float], float]:
+    """Acceptance in per cent, by kind and temperature."""
+    prepare, change = ABLATIONS.get(ablation, (_nothing, _nothing))
+    prepare()
+    llm = start_engine(
+        model_dir,
+        duck={},
+        speculative_config={"method": "duck_mtp1"},
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    change(core.model_executor.driver_worker.worker.model_runner)
+    return {
+        (kind, temperature): _acceptance(llm, group, temperature, num_tokens)
+        for kind, group in prompts.items()
+        for temperature in temperatures
+    }
+
+
+def measure_stock(
+    model_dir: Path, prompts: Prompts, num_tokens: int
+) -> dict[tuple[str, float], float]:
+    """The same of stock vLLM, greedy, on the weights as a dense DeepSeek-V3."""
+    import torch
+
+    from benchmarks.oracle import write_dequantized
+
+    with tempfile.TemporaryDirectory() as directory:
+        write_dequantized(
+            model_dir,
+            Path(directory),
+            torch.bfloat16,
+            as_dense_v3=True,
+            with_mtp=True,
+        )
+        llm = start_engine(
+            Path(directory),
+            duck=None,
+            speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+            disable_log_stats=False,
+        )
+        return {
+            (kind, 0.0): _acceptance(llm, group, 0.0, num_tokens)
+            for kind, group in prompts.items()
+        }
+
+
+def _acceptance(
+    llm: Any, prompts: list[list[int]], temperature: float, num_tokens: int
+) -> float:
+    """Answer prompts, around again if need be, until that many tokens are generated."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
+    before, generated = _counts(llm), 0
+    asked = itertools.cycle(prompts)
+    while generated < num_tokens:
+        batch = [{"prompt_token_ids": p} for p in itertools.islice(asked, BATCH_SIZE)]
+        for output in llm.generate(batch, params, use_tqdm=False):
+            generated += len(output.outputs[0].token_ids)
+    verified, accepted = (b - a for a, b in zip(before, _counts(llm), strict=True))
+    return accepted / verified * 100
+
+
+def _counts(llm: Any) -> tuple[float, float]:
+    found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    return (
+        found["vllm:spec_decode_num_draft_tokens"],
+        found["vllm:spec_decode_num_accepted_tokens"],
+    )
+
+
+def _nothing(runner: Any = None) -> None:
+    pass
+
+
+def _only_the_newest_row(runner: Any) -> None:
+    """Run each MTP row as a sequence of its own, in the block that vLLM never uses."""
+    import torch
+
+    from vllm_duck.models import mtp
+    from vllm_duck.models.batch import AttentionBatch, RequestRows
+
+    block_size = runner.cache_config.block_size
+    run_layers = mtp.run_layers
+
+    def run_alone(layers: Any, hidden: Any, rotations: Any, batch: Any) -> Any:
+        own = AttentionBatch(
+            requests=(RequestRows(num_rows=1, first_visible=1),),
+            slots=torch.zeros(1, dtype=torch.int64),
+            block_table=torch.zeros(1, 1, dtype=torch.int32),
+            block_size=block_size,
+        )
+        rows = zip(hidden.split(1), rotations.split(1), strict=True)
+        return torch.cat([run_layers(layers, h, r, own) for h, r in rows])
+
+    mtp.run_layers = run_alone
+
+
+def _bf16_cache() -> None:
+    """Build the MTP layer, and only it, with bf16 caches."""
+    from vllm_duck.models import mtp
+
+    build = mtp.DecoderLayer
+
+    def build_bf16(dims: Any, layer_idx: int, kv_dtype: Any, prefix: str) -> Any:
+        return build(dims, layer_idx, "bf16", prefix)
+
+    mtp.DecoderLayer = build_bf16
+
+
+def _keep_unverified_rows(runner: Any) -> None:
+    """Where a draft was rejected, put the row that it would have made into the cache.
+
+    The next draft itself comes from the right row, as ever: only history is spoiled.
+    """
+    propose = runner.propose_draft_token_ids
+
+    def propose_and_spoil(
+        scheduler_output: Any,
+        sampled: list[list[int]],
+        metadata: Any,
+        hidden_states: Any,
+        sample_hidden: Any,
+        aux_hidden: Any,
+        spec_metadata: Any,
+        common: Any,
+        slots: Any,
+    ) -> Any:
+        token_ids = propose(
+            scheduler_output,
+            sampled,
+            metadata,
+            hidden_states,
+            sample_hidden,
+            aux_hidden,
+            spec_metadata,
+            common,
+            slots,
+        )
+        ends = common.query_start_loc_cpu[1:].tolist()
+        drafted = iter(spec_metadata.draft_token_ids.tolist())
+        for i, num_drafts in enumerate(spec_metadata.num_draft_tokens):
+            drafts = list(itertools.islice(drafted, num_drafts))
+            if drafts and len(sampled[i]) <= num_drafts:
+                row = ends[i] - 1 - num_drafts
+                _append(runner, common, i, row, drafts[0], hidden_states)
+        return token_ids
+
+    runner.propose_draft_token_ids = propose_and_spoil
+
+
+def _append(
+    runner: Any, common: Any, req_idx: int, row: int, token_id: int, hidden: Any
+) -> None:
+    import torch
+    from vllm.forward_context import set_forward_context
+
+    from vllm_duck.models.batch import AttentionBatch, RequestRows
+
+    mtp = runner.drafter.model
+    positions = runner.positions[row : row + 1]
+    batch = AttentionBatch(
+        requests=(RequestRows(num_rows=1, first_visible=int(positions) + 1),),
+        slots=common.slot_mapping[row : row + 1],
+        block_table=common.block_table_tensor[req_idx : req_idx + 1],
+        block_size=runner.cache_config.block_size,
+    )
+    prefix = mtp.layer.attention.latent_cache.prefix
+    with set_forward_context({prefix: batch}, runner.vllm_config, num_tokens=1):
+        mtp(torch.tensor([token_id]), positions, hidden[row : row + 1])
+
+
+# What is done before the engine starts, and to its runner then.
+ABLATIONS: dict[str, tuple[Callable[[], None], Callable[[Any], None]]] = {
+    "stateless": (_nothing, _only_the_newest_row),
+    "bf16 MTP cache": (_bf16_cache, _nothing),
+    "unverified rows": (_nothing, _keep_unverified_rows),
+}
+
+
+if __name__ == "__main__":
+    main("acceptance", run, __doc__)

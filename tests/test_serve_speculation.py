@@ -1,0 +1,70 @@
+"""`vllm serve --speculative-config '{"method": "duck_mtp1"}'` by the OpenAI client."""
+
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from openai import OpenAI
+
+from tests.test_serve import Server, start_server
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = "Is 91 prime?\n"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model, tmp_path_factory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("serve") / "log"
+    running = start_server(
+        tiny_model, log, "--speculative-config", '{"method": "duck_mtp1"}'
+    )
+    yield running
+    if running.process.poll() is None:
+        running.interrupt()
+
+
+@pytest.fixture
+def complete(server):
+    client = OpenAI(base_url=f"{server.base_url}/v1", api_key="none")
+
+    def ask(**request):
+        defaults = {"prompt": PROMPT, "max_tokens": 21, "temperature": 0}
+        return client.completions.create(model="tiny", **{**defaults, **request})
+
+    return ask
+
+
+def test_usage_counts_every_token_of_a_stream(complete):
+    whole = complete()
+    events = list(complete(stream=True, stream_options={"include_usage": True}))
+    assert "".join(e.choices[0].text for e in events if e.choices) == (
+        whole.choices[0].text
+    )
+    assert events[-1].usage.completion_tokens == 21 == whole.usage.completion_tokens
+
+
+def test_echo_repeats_the_prompt_with_its_logprobs(complete):
+    plain = complete(logprobs=1)
+    echoed = complete(echo=True, logprobs=1)
+    assert echoed.choices[0].text == PROMPT + plain.choices[0].text
+    rest = len(plain.choices[0].logprobs.tokens)
+    logprobs = echoed.choices[0].logprobs.token_logprobs
+    assert logprobs[-rest:] == plain.choices[0].logprobs.token_logprobs
+
+
+@pytest.mark.parametrize(
+    "option", [{"logit_bias": {"50": 100}}, {"extra_body": {"min_p": 0.2}}], ids=str
+)
+def test_options_that_vllm_refuses_under_speculation_are_served(complete, option):
+    assert complete(temperature=1.0, **option).choices[0].text
+
+
+def test_the_metrics_count_drafts(server, complete):
+    complete()
+    with urllib.request.urlopen(f"{server.base_url}/metrics", timeout=20) as reply:
+        lines = reply.read().decode().splitlines()
+    for name in ("num_draft_tokens", "num_accepted_tokens_per_pos"):
+        prefix = f"vllm:spec_decode_{name}_total"
+        (line,) = [line for line in lines if line.startswith(prefix)]
+        assert float(line.split()[-1]) > 0
