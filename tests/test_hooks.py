@@ -2,13 +2,15 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import vllm
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
 import vllm_duck
-from vllm_duck import hooks
+from vllm_duck import hooks, setup_engine
 from vllm_duck.errors import DuckError
 
 PACKAGE = Path(vllm_duck.__file__).parent
@@ -43,6 +45,35 @@ def test_a_moved_target_is_refused_by_name():
     )
     with pytest.raises(DuckError, match="create_engine_config must take"):
         hooks._find(moved)
+
+
+def _speculation(**model_classes):
+    target = SimpleNamespace(model_class_overrides=model_classes)
+    return SimpleNamespace(target_model_config=target)
+
+
+@pytest.mark.parametrize("option", [{"min_p": 0.1}, {"logit_bias": {1: 1.0}}], ids=str)
+def test_only_duck_s_speculation_allows_what_stock_vllm_lacks(option):
+    hooks.install_hooks()
+    params = SamplingParams(**option)
+    params._validate_spec_decode(None)
+    params._validate_spec_decode(_speculation(**setup_engine.MODEL_CLASSES))
+    with pytest.raises(ValueError, match="not yet supported with speculative"):
+        params._validate_spec_decode(_speculation())
+
+
+def test_the_runner_is_swapped_only_while_a_worker_builds_it():
+    from vllm.v1.worker import cpu_worker, gpu_model_runner
+
+    names = ((cpu_worker, "CPUModelRunner"), (gpu_model_runner, "build_logitsprocs"))
+    before = [getattr(module, name) for module, name in names]
+
+    class Runner:
+        pass
+
+    with hooks.using_model_runner(Runner):
+        assert cpu_worker.CPUModelRunner is Runner
+    assert [getattr(module, name) for module, name in names] == before
 
 
 def _names_of_vllm(tree):

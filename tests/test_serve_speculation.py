@@ -16,9 +16,11 @@ PROMPT = "Is 91 prime?\n"
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    running = start_server(
-        tiny_model, log, "--speculative-config", '{"method": "duck_mtp1"}'
+    flags = (
+        *("--speculative-config", '{"method": "duck_mtp1"}'),
+        *("--per-request-spec-decode-metrics", "summary"),
     )
+    running = start_server(tiny_model, log, *flags)
     yield running
     if running.process.poll() is None:
         running.interrupt()
@@ -68,3 +70,8 @@ def test_the_metrics_count_drafts(server, complete):
         prefix = f"vllm:spec_decode_{name}_total"
         (line,) = [line for line in lines if line.startswith(prefix)]
         assert float(line.split()[-1]) > 0
+
+
+def test_a_request_s_own_acceptance_comes_with_its_answer(complete):
+    metrics = complete().model_dump()["metrics"]["speculative_decoding"]
+    assert 0 < metrics["num_accepted_draft_tokens"] <= metrics["num_draft_tokens"]

@@ -5,6 +5,7 @@ equal to the last bit of their logprobs.
 """
 
 import pytest
+import torch
 from vllm.sampling_params import (
     RequestOutputKind,
     SamplingParams,
@@ -20,6 +21,7 @@ from tests.spec_decode.engines import (
     start,
     tokens_of,
 )
+from vllm_duck.spec_decode.shadow import Shadow
 
 pytestmark = pytest.mark.vllm
 
@@ -61,6 +63,22 @@ def test_greedy_answers_are_equal_alone_and_in_company(
     expected = same(max_tokens=64)
     alone = [ask(speculating, [prompt], max_tokens=64)[0] for prompt in prompts]
     assert alone == expected
+
+
+@pytest.mark.slow
+def test_20_answers_of_256_tokens_are_equal_at_batch_1_and_8(
+    plain, speculating, tiny_model
+):
+    asked = make_prompts(tiny_model) + make_prompts(tiny_model, thinking=True)
+    asked += [prompt[:at] for prompt, at in zip(asked, (3, 5, 7, 9), strict=False)]
+    assert len(asked) == 20
+    sampling = {"max_tokens": 256}
+    expected = tokens_of(ask(plain, asked, **sampling))
+    alone = [tokens_of(ask(speculating, [p], **sampling))[0] for p in asked]
+    assert alone == expected
+    by_eight = [asked[at : at + 8] for at in range(0, 20, 8)]
+    together = [tokens_of(ask(speculating, group, **sampling)) for group in by_eight]
+    assert sum(together, []) == expected
 
 
 def test_drafts_are_verified_and_mostly_accepted(speculating, prompts):
@@ -271,3 +289,31 @@ def test_acceptance_repeats_and_recovers_from_a_long_sequence(speculating, promp
         assert counts(prompts[:4], max_tokens=32) == first
     counts([prompts[0] * 120], max_tokens=8)
     assert counts(prompts[:4], max_tokens=32) == first
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_shadow_mode_reports_and_changes_no_token(
+    plain, speculating, prompts, monkeypatch, temperature
+):
+    """Not even of requests without a seed, when both engines draw alike."""
+    asked, sampling = prompts[:4], {"temperature": temperature, "max_tokens": 20}
+    torch.manual_seed(6)
+    expected = ask(plain, asked, **sampling)
+    monkeypatch.setattr(runner_of(speculating), "shadow", Shadow())
+    before = draft_counts(speculating)
+    torch.manual_seed(6)
+    assert ask(speculating, asked, **sampling) == expected
+    assert draft_counts(speculating) == before
+    (figures,) = speculating.collective_rpc("mtp_shadow_figures")
+    # The first token of an answer has no draft.
+    assert figures["total"]["num_tokens"] == 4 * 19
+    assert len(figures["requests"]) == 4
+    means = figures["total"]
+    if temperature == 0:
+        assert means["alpha"] == means["overlap"] == means["top1_agreement"]
+    assert 0.5 < means["overlap"] < 1
+    assert 0.5 < means["top1_agreement"] < 1
+
+
+def test_figures_of_shadow_mode_are_empty_without_it(speculating):
+    assert speculating.collective_rpc("mtp_shadow_figures") == [{}]
