@@ -68,7 +68,6 @@ def test_wrong_settings_are_refused_with_the_knob(settings, message):
         ("vllm_duck.executor.fleet", ("torch", "vllm", "vllm_duck.models")),
         ("vllm_duck.cli", ("torch", "vllm", "vllm_duck.models")),
         ("vllm_duck.models.deepseek_v32", ("vllm_duck.worker", "vllm_duck.hooks")),
-        ("vllm_duck.models.mtp", ("vllm_duck.worker", "vllm_duck.spec_decode.runner")),
         ("vllm_duck.spec_decode.runner", ("vllm_duck.worker", "vllm_duck.hooks")),
     ],
 )

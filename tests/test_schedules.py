@@ -29,7 +29,7 @@ BLOCK_BYTES = BLOCK_SIZE * 5 * (656 + 132)
 LIMITS = {
     "max_model_len": MAX_MODEL_LEN,
     "block_size": BLOCK_SIZE,
-    "kv_cache_memory_bytes": 10 * BLOCK_BYTES,
+    "kv_cache_memory_bytes": 9 * BLOCK_BYTES,
     "max_num_seqs": 6,
     "max_num_batched_tokens": 80,
 }
@@ -82,7 +82,7 @@ def test_500_random_schedules_give_the_tokens_of_plain_decoding(
         finished += _run(speculating, jobs, rng, f"{at}")
     config.long_prefill_token_threshold = 0
     assert finished > NUM_SCHEDULES
-    assert len(preempted) > NUM_SCHEDULES / 20
+    assert len(preempted) > 20
     assert len(runner_of(speculating).drafts) <= LIMITS["max_num_seqs"]
 
 

@@ -79,7 +79,7 @@ def test_kv_cache_dtype_chooses_the_format(tiny_model, kv_cache_dtype, expected)
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size to be 1, got 2"),
         ({"data_parallel_size": 2}, "--data-parallel-size to be 1, got 2"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel to be False"),
-        ({"enable_lora": True}, "--enable-lora to be False, got True"),
+        ({"enable_lora": True}, "--enable-lora to be False or None, got True"),
         ({"enable_dbo": True}, "--enable-dbo to be False"),
         ({"quantization": "awq"}, "--quantization to be None or 'fp8', got 'awq'"),
         ({"load_format": "dummy"}, "--load-format to be 'auto'.*got 'dummy'"),
