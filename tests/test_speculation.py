@@ -32,7 +32,7 @@ def prompts(tiny_model):
 
 
 # Prompts whose chat has thinking off end in </think>: constrained from the start.
-PARSER = {"structured_outputs_config": {"reasoning_parser": "deepseek_r1"}}
+PARSER = {"reasoning_parser": "deepseek_r1"}
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +199,18 @@ def test_a_grammar_begins_where_the_reasoning_ends(same, speculating, tiny_model
                 if end_id in answer.token_ids[:-10]:
                     said = answer.text.split("</think>", 1)[1]
                     assert said in GRAMMARS["choice"]["choice"]
+
+
+@pytest.mark.parametrize("budget", [0, 3, 4, 9])
+def test_a_thinking_budget_ends_the_reasoning_at_the_same_token(
+    same, speculating, tiny_model, budget
+):
+    asked = make_prompts(tiny_model, thinking=True)[:4]
+    end_id = speculating.get_tokenizer().convert_tokens_to_ids("</think>")
+    for sampling in ({}, {"temperature": 1.0, "seed": 8}):
+        answers = same(asked, thinking_token_budget=budget, max_tokens=16, **sampling)
+        for answer in answers:
+            assert end_id in answer.token_ids[: budget + 2]
 
 
 def test_a_lone_request_with_top_k_and_a_seed_does_not_kill_the_engine(speculating):
