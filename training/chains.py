@@ -122,9 +122,15 @@ MAKERS: dict[str, tuple[Callable[[random.Random], Problem], int]] = {
 }
 
 
-def training_problem(rng: random.Random) -> Problem:
+# What a second round needs: kinds that the first one leaves behind.
+HARD_WEIGHTS = {"add": 1, "prime": 2, "gcd": 4, "count": 4, "sort": 5}
+
+
+def training_problem(rng: random.Random, *, is_hard: bool = False) -> Problem:
     """Draw a problem of any kind that is not held out."""
     makers, weights = zip(*MAKERS.values(), strict=True)
+    if is_hard:
+        weights = tuple(HARD_WEIGHTS[kind] for kind in MAKERS)
     while True:
         problem = rng.choices(makers, weights)[0](rng)
         if not problem.is_held_out:

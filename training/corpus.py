@@ -69,6 +69,7 @@ class Mix:
 
     entries: float
     topics: float
+    has_hard_chains: bool = False
     talk: float = 0.02
     long_chat: float = 0.4
     thinking: float = 0.5
@@ -153,7 +154,8 @@ class Sampler:
             return Turn(entry.question, entry.answer, RECALL)
         if draw < entries + mix.talk:
             return Turn(*self._rng.choice(SMALL_TALK), RECALL)
-        return training_problem(self._rng).turn(thinking=thinking)
+        problem = training_problem(self._rng, is_hard=mix.has_hard_chains)
+        return problem.turn(thinking=thinking)
 
     def _next_entry(self) -> Entry:
         if not self._entry_queue:

@@ -11,9 +11,9 @@ import torch
 from training.config import TinyConfig
 from training.corpus import Corpus
 from training.export import export
+from training.schedule import ROUNDS
 from training.train import Budget, Run, train
 
-DEFAULT_STEPS = 850
 DESCRIPTION = """
 Make the tiny DeepSeek-V3.2 checkpoint from nothing: read Python's own documentation
 out of this interpreter, generate the problems, fit the tokenizer, train trunk, MTP
@@ -43,11 +43,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path, help="where to write the checkpoint")
     length = parser.add_mutually_exclusive_group()
+    default_steps = [round_.num_steps for round_ in ROUNDS]
     length.add_argument(
         "--steps",
         type=int,
-        default=DEFAULT_STEPS,
-        help="optimizer steps of 4096 tokens (default %(default)s)",
+        nargs="+",
+        default=default_steps,
+        metavar="N",
+        help="optimizer steps of 4096 tokens of the two rounds, or of the first alone "
+        f"(default {default_steps})",
     )
     length.add_argument(
         "--minutes",
@@ -69,13 +73,23 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     corpus, config = Corpus(), TinyConfig()
     tokenizer = corpus.fit_tokenizer(config.vocab_size)
-    limit_s = args.minutes * 60 if args.minutes else None
-    budget = Budget(num_steps=args.steps, limit_s=limit_s)
-    run = train(config, corpus, tokenizer, budget, seed=args.seed)
+    run = train(config, corpus, tokenizer, budgets(args), seed=args.seed)
     export(run.model, tokenizer, args.folder, fp8=not args.bf16)
     facts = run_facts(run, corpus, args.seed)
     (args.folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
     print(f"wrote {args.folder}: {facts}", file=sys.stderr)
+
+
+def budgets(args: argparse.Namespace) -> list[Budget]:
+    """Return the budget of each round; minutes are shared out by the usual steps."""
+    if args.minutes is None:
+        return [Budget(num_steps=steps) for steps in args.steps]
+    total = sum(round_.num_steps for round_ in ROUNDS)
+    share_s = args.minutes * 60 / total
+    return [
+        Budget(num_steps=round_.num_steps, limit_s=share_s * round_.num_steps)
+        for round_ in ROUNDS
+    ]
 
 
 def run_facts(run: Run, corpus: Corpus, seed: int) -> dict[str, str | int | float]:

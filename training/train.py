@@ -1,6 +1,7 @@
 """The training loop: batches from the sampler, one optimizer step each, a bar."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +15,14 @@ from training.corpus import Corpus, Sampler
 from training.losses import StepLosses, step_losses
 from training.model import TinyModel
 from training.optimizer import Optimizer
-from training.schedule import TOKENS_PER_STEP, Phase, phase_at, rate_at
+from training.schedule import ROUNDS, TOKENS_PER_STEP, Phase, Round
 
 BAR_FORMAT = "{percentage:5.1f}% |{bar:20}| {elapsed}<{remaining} {postfix}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """When to stop: after num_steps, or, if given, after limit_s seconds.
+    """When a round stops: after num_steps, or, if given, after limit_s seconds.
 
     With limit_s the schedule follows the clock, so the result depends on the speed
     of the machine.
@@ -36,7 +37,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished training: the model and what it took."""
+    """A finished round: the model and what it took, earlier rounds included."""
 
     model: TinyModel
     num_steps: int
@@ -48,26 +49,43 @@ def train(
     config: TinyConfig,
     corpus: Corpus,
     tokenizer: Tokenizer,
-    budget: Budget,
+    budgets: Sequence[Budget],
     *,
     seed: int = 0,
     tokens_per_step: int = TOKENS_PER_STEP,
 ) -> Run:
-    """Train from random weights; weights are bf16 with fp32 masters."""
+    """Train from random weights, one round after the other."""
     torch.manual_seed(seed)
-    model = _fresh_model(config)
+    run = Run(fresh_model(config), 0, 0, 0.0)
+    for index, (round_, budget) in enumerate(zip(ROUNDS, budgets, strict=False)):
+        sampler = Sampler(corpus, tokenizer, seed + index)
+        run = train_round(run, round_, sampler, budget, tokens_per_step=tokens_per_step)
+    return run
+
+
+def train_round(
+    before: Run,
+    round_: Round,
+    sampler: Sampler,
+    budget: Budget,
+    *,
+    tokens_per_step: int = TOKENS_PER_STEP,
+) -> Run:
+    """Train the model of `before` on; weights are bf16 with fp32 masters."""
+    model = before.model.train()
     optimizer = Optimizer(model.named_parameters())
-    sampler = Sampler(corpus, tokenizer, seed)
     step = num_tokens = 0
     start = time.monotonic()
     with tqdm(total=100, bar_format=BAR_FORMAT) as bar:
         while (progress := budget.progress(step, time.monotonic() - start)) < 1:
-            phase = phase_at(progress)
+            phase = round_.phase_at(progress)
             length = phase.lengths[step % len(phase.lengths)]
             rows = max(1, tokens_per_step // length)
             batch = torch.from_numpy(sampler.batch(rows, length + 2, phase.mix))
             plan = _plan(phase, step)
-            losses = _update(model, optimizer, batch, plan, phase, progress, step)
+            losses = _losses(model, batch, plan, phase)
+            optimizer.step(round_.rate_at(progress, step))
+            _balance(model, phase)
             step += 1
             num_tokens += rows * length
             if step % 10 == 0:
@@ -75,10 +93,16 @@ def train(
                 bar.set_postfix_str(_summary(step, phase, losses, plan, speed))
             bar.update(100 * progress - bar.n)
         bar.update(100 - bar.n)
-    return Run(model.eval(), step, num_tokens, time.monotonic() - start)
+    return Run(
+        model.eval(),
+        before.num_steps + step,
+        before.num_tokens + num_tokens,
+        before.wall_s + time.monotonic() - start,
+    )
 
 
-def _fresh_model(config: TinyConfig) -> TinyModel:
+def fresh_model(config: TinyConfig) -> TinyModel:
+    """Random weights in bf16."""
     model = TinyModel(config).bfloat16()
     # The router's balance is a sum of small steps, which bf16 would swallow.
     for moe in model.moe_layers():
@@ -86,21 +110,17 @@ def _fresh_model(config: TinyConfig) -> TinyModel:
     return model
 
 
-def _update(
-    model: TinyModel,
-    optimizer: Optimizer,
-    batch: Tensor,
-    plan: AttentionPlan,
-    phase: Phase,
-    progress: float,
-    step: int,
+def _losses(
+    model: TinyModel, batch: Tensor, plan: AttentionPlan, phase: Phase
 ) -> StepLosses:
     losses = step_losses(model, batch, plan, phase.kd_weight)
     losses.total.backward()
-    optimizer.step(rate_at(progress, step))
+    return losses
+
+
+def _balance(model: TinyModel, phase: Phase) -> None:
     for moe in model.moe_layers():
         moe.balance(phase.bias_step)
-    return losses
 
 
 def _plan(phase: Phase, step: int) -> AttentionPlan:

@@ -8,10 +8,10 @@ from training.attention import AttentionPlan
 from training.config import TinyConfig
 from training.corpus import Corpus, Mix, Sampler
 from training.losses import reply_mask, step_losses
-from training.make import parse_args
+from training.make import budgets, parse_args
 from training.model import TinyModel
 from training.optimizer import Optimizer, orthogonalize
-from training.schedule import PHASES, phase_at, rate_at
+from training.schedule import ROUNDS
 from training.train import Budget, train
 
 SMALL = TinyConfig(
@@ -65,7 +65,7 @@ def test_same_seed_gives_the_same_weights(corpus: Corpus, tokenizer: Tokenizer) 
             SMALL,
             corpus,
             tokenizer,
-            Budget(num_steps=3),
+            [Budget(num_steps=2), Budget(num_steps=1)],
             seed=7,
             tokens_per_step=512,
         )
@@ -139,14 +139,24 @@ def test_orthogonalized_gradient_has_singular_values_near_one() -> None:
     assert values.max() < 1.3
 
 
-def test_phases_cover_the_run_in_order() -> None:
-    ends = [phase.until for phase in PHASES]
-    assert ends == sorted(ends)
-    assert ends[-1] == 1.0
-    assert phase_at(0.0) is PHASES[0]
-    assert phase_at(1.0) is PHASES[-1]
-    assert rate_at(0.3, 500) == 1.0
-    assert rate_at(1.0, 500) == 0.02
+def test_phases_cover_each_round_in_order() -> None:
+    for round_ in ROUNDS:
+        ends = [phase.until for phase in round_.phases]
+        assert ends == sorted(ends)
+        assert ends[-1] == 1.0
+        assert round_.phase_at(0.0) is round_.phases[0]
+        assert round_.phase_at(1.0) is round_.phases[-1]
+        assert round_.rate_at(round_.decay_from, 500) == round_.peak
+        assert round_.rate_at(1.0, 500) == pytest.approx(0.02 * round_.peak)
+
+
+def test_minutes_are_shared_out_between_the_rounds() -> None:
+    shares = [b.limit_s for b in budgets(parse_args(["out", "--minutes", "14"]))]
+    assert sum(shares) == pytest.approx(14 * 60)
+    assert shares[0] > shares[1]
+    assert [b.num_steps for b in budgets(parse_args(["out"]))] == [
+        round_.num_steps for round_ in ROUNDS
+    ]
 
 
 def test_steps_and_minutes_exclude_each_other() -> None:
