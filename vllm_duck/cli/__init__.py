@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vllm_duck.cli import doctor, plan, serve, status, up
+from vllm_duck.cli import doctor, plan, serve, split, status, up
 from vllm_duck.errors import DuckError
 
-_COMMANDS = (serve, up, plan, status, doctor)
+_COMMANDS = (serve, up, plan, split, status, doctor)
 
 _EPILOG = """\
 A first try, all on one machine:
@@ -17,6 +17,7 @@ A first try, all on one machine:
 It prints a line VLLM_DUCK_ENDPOINTS=... to put before `vllm serve MODEL`.
 
 On several machines: `vllm-duck plan` says what each duck will hold,
+`vllm-duck split` cuts the checkpoint so that each stores only its own,
 `vllm-duck serve` runs on each of them, `vllm-duck status` looks at them.
 `vllm-duck doctor` tells whether a machine has what it needs.
 """

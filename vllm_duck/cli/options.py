@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.shards import ShardPlan
 
 DEFAULT_NUM_DUCKS = 2
@@ -55,12 +56,35 @@ def add_split(parser: argparse.ArgumentParser) -> None:
         metavar="W,W,...",
         help="relative shares, for unequal machines: 2,1,1 gives the first one half",
     )
+    parser.add_argument(
+        "--experts-by",
+        type=int_ranges,
+        metavar="LO:HI,LO:HI,...",
+        help="one range of whole experts for each duck, in place of columns of "
+        "all experts",
+    )
 
 
 def make_plan(
-    checkpoint: Checkpoint, *, num_ducks: int | None, shares: list[float] | None
+    checkpoint: Checkpoint,
+    *,
+    num_ducks: int | None,
+    shares: list[float] | None = None,
+    expert_ranges: list[tuple[int, int]] | None = None,
 ) -> ShardPlan:
-    """Split a model by --ducks and --weights; either may be left out."""
+    """Split a model by --ducks and --weights, or by --experts-by; all are optional.
+
+    Raises:
+        DuckConfigError: they contradict each other, or do not tile the model.
+    """
+    if expert_ranges is not None:
+        if shares is not None or num_ducks not in (None, len(expert_ranges)):
+            raise DuckConfigError(
+                "--experts-by already says how many ducks there are and how big"
+            )
+        num_columns = checkpoint.moe_intermediate_size
+        shards = tuple(Shard(0, num_columns, *experts) for experts in expert_ranges)
+        return ShardPlan(num_columns, checkpoint.n_routed_experts, shards)
     if num_ducks is None:
         num_ducks = DEFAULT_NUM_DUCKS if shares is None else len(shares)
     return ShardPlan.even(
@@ -69,6 +93,26 @@ def make_plan(
         num_experts=checkpoint.n_routed_experts,
         weights=shares,
     )
+
+
+def plan_of(args: argparse.Namespace, checkpoint: Checkpoint) -> ShardPlan:
+    """The plan that --plan, or the options of add_split, ask for.
+
+    Raises:
+        DuckConfigError: both do, or what they say does not fit the model.
+    """
+    if args.plan is None:
+        return make_plan(
+            checkpoint,
+            num_ducks=args.ducks,
+            shares=args.weights,
+            expert_ranges=args.experts_by,
+        )
+    if (args.ducks, args.weights, args.experts_by) != (None, None, None):
+        raise DuckConfigError(
+            "--plan already says how many ducks there are and how big"
+        )
+    return read_plan(args.plan, checkpoint)
 
 
 def read_plan(path: str, checkpoint: Checkpoint) -> ShardPlan:
@@ -104,6 +148,10 @@ def int_range(text: str) -> tuple[int, int]:
     if not separator:
         raise argparse.ArgumentTypeError(f"must be LO:HI, got {text!r}")
     return int(low), int(high)
+
+
+def int_ranges(text: str) -> list[tuple[int, int]]:
+    return [int_range(part) for part in text.split(",")]
 
 
 def weights(text: str) -> list[float]:

@@ -33,7 +33,12 @@ def add_parser(
 
 def run(args: argparse.Namespace) -> int:
     checkpoint = Checkpoint(args.model)
-    plan = options.make_plan(checkpoint, num_ducks=args.ducks, shares=args.weights)
+    plan = options.make_plan(
+        checkpoint,
+        num_ducks=args.ducks,
+        shares=args.weights,
+        expert_ranges=args.experts_by,
+    )
     print(plan.to_json(), end="")
     for index, shard in enumerate(plan.shards):
         num_bytes = shard_bytes(checkpoint.summary, shard)

@@ -13,14 +13,16 @@ from vllm_duck.cli import options
 from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.errors import DuckConfigError, DuckError
 from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.duck import Shard
+from vllm_duck.executor.duck import ModelSummary, Shard
 from vllm_duck.executor.endpoints import UNIX_PREFIX
-from vllm_duck.executor.loader import load_shard
+from vllm_duck.executor.loader import LoadedShard, load_shard
 from vllm_duck.executor.local import FAILED_PREFIX, READY
 from vllm_duck.executor.process import reset_memory_policy, set_thread_cpus
 from vllm_duck.executor.security import ServerSecurity
 from vllm_duck.executor.server import DuckServer
 from vllm_duck.executor.shard_moe import ShardMoe
+from vllm_duck.executor.split_format import is_split_directory
+from vllm_duck.executor.split_loader import SplitDirectory
 
 _STOP_GRACE_S = 5.0
 
@@ -29,6 +31,10 @@ Two ducks on two machines of a trusted network, with a shared secret:
 
   duck-a$ vllm-duck serve MODEL --shard 0/2 --listen 0.0.0.0:7100 --token-file secret
   duck-b$ vllm-duck serve MODEL --shard 1/2 --listen 0.0.0.0:7100 --token-file secret
+
+From a directory that `vllm-duck split` made for this duck:
+
+  duck-a$ vllm-duck serve OUT/duck-0 --listen ...
 
 Unequal machines, with a plan that all of them have:
 
@@ -50,7 +56,9 @@ def add_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_model(parser)
-    shard = parser.add_argument_group("what it holds (one of the three ways)")
+    shard = parser.add_argument_group(
+        "what it holds (one of the three ways; a split directory says it itself)"
+    )
     shard.add_argument(
         "--shard", type=_fraction, metavar="I/N", help="the I-th of N equal shards"
     )
@@ -130,12 +138,10 @@ def _load(args: argparse.Namespace) -> tuple[DuckServer, ShardMoe]:
         is_insecure=args.insecure,
     )
     security.check_listen(args.listen)
-    checkpoint = Checkpoint(args.model)
-    shard = _shard(args, checkpoint)
-    loaded = load_shard(checkpoint, shard, show_progress=not args.child)
+    loaded, model = _load_weights(args)
     moe = ShardMoe(
         loaded,
-        checkpoint.summary,
+        model,
         num_threads=args.threads,
         is_pinned=not args.child,
     )
@@ -149,12 +155,33 @@ def _load(args: argparse.Namespace) -> tuple[DuckServer, ShardMoe]:
     return server, moe
 
 
+def _load_weights(args: argparse.Namespace) -> tuple[LoadedShard, ModelSummary]:
+    show_progress = not args.child
+    if not is_split_directory(args.model):
+        checkpoint = Checkpoint(args.model)
+        shard = _shard(args, checkpoint)
+        loaded = load_shard(checkpoint, shard, show_progress=show_progress)
+        return loaded, checkpoint.summary
+    if any(value is not None for value in _ways(args)):
+        raise DuckConfigError(
+            f"{args.model} holds one duck's split, which says what the duck holds; "
+            "leave out --shard, --plan and --columns"
+        )
+    split = SplitDirectory(args.model)
+    return split.load(show_progress=show_progress), split.summary
+
+
+def _ways(args: argparse.Namespace) -> list[object]:
+    """What the three ways to say a shard were given."""
+    return [args.shard, args.plan, args.columns]
+
+
 def _shard(args: argparse.Namespace, checkpoint: Checkpoint) -> Shard:
-    ways = [args.shard is not None, args.plan is not None, args.columns is not None]
-    if sum(ways) != 1:
+    num_ways = sum(value is not None for value in _ways(args))
+    if num_ways != 1:
         raise DuckConfigError(
             "say what the duck holds in one way: --shard I/N, or --plan FILE with "
-            f"--index I, or --columns LO:HI; got {sum(ways)} of them"
+            f"--index I, or --columns LO:HI; got {num_ways} of them"
         )
     if args.columns is not None:
         experts = args.experts or (0, checkpoint.n_routed_experts)
@@ -165,7 +192,7 @@ def _shard(args: argparse.Namespace, checkpoint: Checkpoint) -> Shard:
     else:
         index, num_ducks = args.shard
         option = "I of --shard I/N"
-        plan = options.make_plan(checkpoint, num_ducks=num_ducks, shares=None)
+        plan = options.make_plan(checkpoint, num_ducks=num_ducks)
     if index is None or not 0 <= index < len(plan.shards):
         raise DuckConfigError(
             f"{option} must be in [0, {len(plan.shards)}), got {index}"

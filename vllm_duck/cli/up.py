@@ -6,12 +6,10 @@ from pathlib import Path
 
 from vllm_duck.cli import options
 from vllm_duck.cli.stopping import StopRequest
-from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.endpoints import UNIX_PREFIX
 from vllm_duck.executor.local import LocalDucks
 from vllm_duck.executor.process import thread_cpus
-from vllm_duck.executor.shards import ShardPlan
 
 _POLL_S = 0.2
 
@@ -70,7 +68,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int:
-    plan = _plan(args, Checkpoint(args.model))
+    plan = options.plan_of(args, Checkpoint(args.model))
     print(f"loading {len(plan.shards)} ducks ...", file=sys.stderr, flush=True)
     stop = StopRequest()
     with stop.raising():
@@ -90,16 +88,6 @@ def run(args: argparse.Namespace) -> int:
                 return 0
     print(f"vllm-duck: error: {message}; stopped the others", file=sys.stderr)
     return 1
-
-
-def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> ShardPlan:
-    if args.plan is None:
-        return options.make_plan(checkpoint, num_ducks=args.ducks, shares=args.weights)
-    if args.ducks is not None or args.weights is not None:
-        raise DuckConfigError(
-            "--plan already says how many ducks there are and how big"
-        )
-    return options.read_plan(args.plan, checkpoint)
 
 
 def _listen(args: argparse.Namespace, num_ducks: int) -> list[str] | None:

@@ -21,6 +21,8 @@ from vllm_duck.executor.duck import ModelSummary
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+# Marks a directory that is not a checkpoint but one duck's part of one.
+SPLIT_MANIFEST_FILE = "manifest.json"
 
 # A header names the tensors of one file: 100 bytes each. More than this is garbage.
 _MAX_HEADER_BYTES = 100 * 2**20
@@ -182,6 +184,11 @@ class Checkpoint:
                 raise DuckCheckpointError(f"{index_path} must have a weight_map")
             return weight_map
         single_path = self.model_dir / SINGLE_FILE
+        if (self.model_dir / SPLIT_MANIFEST_FILE).exists():
+            raise DuckCheckpointError(
+                f"{self.model_dir} must hold a whole model, and it is one duck's "
+                f"split: start it with `vllm-duck serve {self.model_dir}`"
+            )
         if not single_path.exists():
             raise DuckCheckpointError(
                 f"{self.model_dir} must hold {INDEX_FILE} or {SINGLE_FILE}, "

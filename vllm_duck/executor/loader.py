@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
 from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.checkpoint import Checkpoint, TensorPlace
 from vllm_duck.executor.duck import ModelSummary, Shard
@@ -21,6 +19,7 @@ from vllm_duck.executor.expert_tensors import (
     expert_tensors,
 )
 from vllm_duck.executor.kernel import LayerWeights
+from vllm_duck.executor.progress import ByteProgress
 from vllm_duck.executor.tensor_reader import TensorReader
 
 # Reading waits for the disk and packing for the CPU: a few threads keep both busy.
@@ -68,13 +67,10 @@ def load_shard(
     check_shard(shard, model)
     experts = list(_expert_tiles(checkpoint, shard, model))
     layers = {layer_idx: allocate_layer(shard, model) for layer_idx in model.layer_ids}
-    progress = tqdm(
-        desc=f"Loading {shard}",
-        total=sum(weights.weight_bytes for weights in layers.values()),
-        unit="B",
-        unit_scale=True,
-        # None: only on a terminal.
-        disable=None if show_progress else True,
+    progress = ByteProgress(
+        f"Loading {shard}",
+        total_bytes=sum(weights.weight_bytes for weights in layers.values()),
+        is_shown=show_progress,
     )
     with progress, TensorReader() as reader:
 
@@ -87,7 +83,7 @@ def load_shard(
         with ThreadPoolExecutor(_NUM_LOAD_THREADS, "duck-load") as pool:
             try:
                 for num_bytes in pool.map(load, experts):
-                    progress.update(num_bytes)
+                    progress.add(num_bytes)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

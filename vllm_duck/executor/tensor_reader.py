@@ -11,7 +11,7 @@ from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.checkpoint import TensorPlace
 
 # e4m3 and bf16 are kept as bits: numpy has neither.
-_NUMPY_DTYPES: dict[str, np.dtype] = {
+NUMPY_DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(np.uint8),
     "BF16": np.dtype(np.uint16),
     "F32": np.dtype(np.float32),
@@ -37,7 +37,7 @@ class TensorReader:
         Raises:
             DuckCheckpointError: the file got shorter since its header was checked.
         """
-        dtype = _NUMPY_DTYPES[place.dtype]
+        dtype = NUMPY_DTYPES[place.dtype]
         num_columns = place.shape[1]
         if (columns.start, columns.stop) == (0, num_columns):
             tile = self._read_rows(place, rows, dtype)

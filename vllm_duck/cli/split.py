@@ -1,0 +1,63 @@
+"""`vllm-duck split`: one directory for each duck, with what that duck holds."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from vllm_duck.cli import options
+from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.split_writer import split_checkpoint
+
+_EPILOG = """\
+  $ vllm-duck split MODEL OUT --ducks 3                     equal shards
+  $ vllm-duck split MODEL OUT --weights 2,1,1               twice the RAM in the first
+  $ vllm-duck split MODEL OUT --experts-by 0:128,128:256    whole experts
+  $ vllm-duck split MODEL OUT --plan plan.json              as `vllm-duck plan` printed
+
+Then copy OUT/duck-1 to the second machine, and there:
+
+  $ vllm-duck serve duck-1 --listen ...
+
+Memory: four expert matrices, 60 MB for DeepSeek-V3.2 in fp8, and 200 MB for Python
+and the list of tensors; it does not grow with the model. All directories together take
+what the experts of the checkpoint take.
+
+After Ctrl-C or a power cut the same command continues with the first layer that is
+not whole. `serve` verifies the checksum of every file as it loads.
+"""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    parser = subparsers.add_parser(
+        "split",
+        help="cut a checkpoint into one directory for each duck",
+        description="Write OUT/duck-0, OUT/duck-1, ...: the experts that each holds.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_model(parser)
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write into")
+    options.add_split(parser)
+    parser.add_argument(
+        "--plan", metavar="FILE", help="a shard plan instead of --ducks"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    checkpoint = Checkpoint(args.model)
+    plan = options.plan_of(args, checkpoint)
+    try:
+        report = split_checkpoint(checkpoint, plan, args.out)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues the split", file=sys.stderr)
+        return 130
+    kept = f", kept {report.num_bytes_kept / 1e9:.3f} GB" * bool(report.num_bytes_kept)
+    print(
+        f"wrote {report.num_bytes_written / 1e9:.3f} GB in {report.seconds:.1f} s{kept}"
+    )
+    for directory, shard in zip(report.directories, plan.shards, strict=True):
+        print(f"{directory}  {shard}")
+    return 0
