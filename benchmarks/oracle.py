@@ -6,6 +6,7 @@ DeepSeek's own code: it is the reference for every number of the trunk.
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,20 @@ _SPARSE_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 
 def dequantized(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint by name, e4m3 ones as their fp32 products."""
-    for path in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                if name.endswith("_scale_inv"):
-                    continue
-                tensor = file.get_tensor(name)
-                if tensor.dtype == torch.float8_e4m3fn:
-                    scale = file.get_tensor(f"{name}_scale_inv")
-                    tensor = _times_blocks(tensor.float(), scale)
-                yield name, tensor
+    with ExitStack() as files:
+        holders = {}
+        for path in sorted(model_dir.glob("*.safetensors")):
+            file = files.enter_context(safe_open(path, framework="pt"))
+            holders.update(dict.fromkeys(file.keys(), file))
+        for name, file in holders.items():
+            if name.endswith("_scale_inv"):
+                continue
+            tensor = file.get_tensor(name)
+            if tensor.dtype == torch.float8_e4m3fn:
+                scale_name = f"{name}_scale_inv"
+                scale = holders[scale_name].get_tensor(scale_name)
+                tensor = _times_blocks(tensor.float(), scale)
+            yield name, tensor
 
 
 def write_dequantized(

