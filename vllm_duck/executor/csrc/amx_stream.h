@@ -27,13 +27,18 @@ struct Block {
 
 class Stream {
  public:
-  static constexpr size_t kScratchBytes = 2 * kMaxMatrices * kSegmentTileBytes;
+  // The halves are not a multiple of 4 KiB apart: a load from one would wait for every
+  // store to the other that has the same low 12 address bits.
+  static constexpr size_t kHalfBytes = kMaxMatrices * kSegmentTileBytes + 2048;
+  static constexpr size_t kScratchBytes = 2 * kHalfBytes;
 
-  Stream(int num_rows, uint8_t* scratch) : num_rows_(num_rows), tiles_(scratch) {}
+  // `first_weights` is where the stream of weights begins.
+  Stream(int num_rows, const uint8_t* first_weights, uint8_t* scratch)
+      : num_rows_(num_rows), prefetch_(first_weights), tiles_(scratch) {}
 
   // Decodes `next` (null: nothing is left) and finishes the block before it.
   void advance(const Block* next) {
-    uint8_t* into = tiles_ + parity_ * kMaxMatrices * kSegmentTileBytes;
+    uint8_t* into = tiles_ + parity_ * kHalfBytes;
     int to_decode = next ? next->segments[0].num_tiles() : 0;
     int to_multiply = has_block_ ? block_.segments[0].num_tiles() : 0;
     tile_zero<0>();
@@ -43,7 +48,8 @@ class Stream {
     for (int t = 0; t < to_decode || t < to_multiply; ++t) {
       if (t < to_decode)
         for (int m = 0; m < next->matrices; ++m)
-          next->segments[m].convert_tile(t, into + m * kSegmentTileBytes);
+          prefetch_ += next->segments[m].convert_tile(t, prefetch_,
+                                                      into + m * kSegmentTileBytes);
       if (t < to_multiply) multiply_tile(t);
     }
     if (has_block_) add_block();
@@ -86,6 +92,7 @@ class Stream {
   }
 
   int num_rows_;
+  const uint8_t* prefetch_;  // rises steadily, while tiles alternate between matrices
   uint8_t* tiles_;
   int parity_ = 0;
   bool has_block_ = false;
@@ -99,7 +106,7 @@ template <class MakeBlock, class Finish>
 inline void stream_items(int num_items, int num_segments, int num_rows,
                          uint8_t* scratch, const MakeBlock& make_block,
                          const Finish& finish) {
-  Stream stream(num_rows, scratch);
+  Stream stream(num_rows, make_block(0, 0).segments[0].source, scratch);
   alignas(64) float totals[2][kTileRows * kTotalStride];
   for (int item = 0; item < num_items; ++item) {
     float* total = totals[item % 2];

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "amx_tiles.h"
+#include "few_rows.h"
 #include "kernel.h"
 #include "simd_avx512.h"
 
@@ -12,15 +13,13 @@ namespace {
 
 constexpr int kSegmentTileBytes = kTilesPerSegment * kTileBytes;
 
-// One block of gate and up ahead; the hardware prefetcher stops at each 4 KiB page.
-constexpr int kAmxPrefetchBytes = 4096;
-
 template <bool kAnyZeroExponent, int kSteps>
-inline void convert_steps(const uint8_t* source, uint8_t* tile) {
+inline void convert_steps(const uint8_t* source, const uint8_t* prefetch,
+                          uint8_t* tile) {
 #pragma GCC unroll 8
   for (int step = 0; step < kSteps; ++step) {
     const uint8_t* at = source + step * 64;
-    Avx512Simd::prefetch(at + kAmxPrefetchBytes);
+    prefetch_line<Avx512Simd>(prefetch + step * 64);
     __m512i pairs[2];
     Avx512Simd::decode_e4m3_pairs<kAnyZeroExponent>(at, pairs);
     _mm512_store_si512(tile + step * 128, pairs[0]);
@@ -39,24 +38,30 @@ struct Segment {
   int num_tiles() const { return ceil_div(num_k, kTileK); }
   bool in_place() const { return format == Format::kBf16 && num_k % kTileK == 0; }
 
-  void convert_tile(int t, uint8_t* tiles) const {
-    if (in_place()) return;
+  // Returns the bytes of weights that were read. Prefetches ahead of `prefetch`, which
+  // is the tile itself or, if tiles are read out of order, a cursor that is not.
+  int convert_tile(int t, const uint8_t* prefetch, uint8_t* tiles) const {
+    bool is_half = (t + 1) * kTileK > num_k;
+    int tile_k = is_half ? kTileK / 2 : kTileK;
+    int num_bytes = tile_k * kGroup * element_bytes(format);
+    if (in_place()) return num_bytes;
     uint8_t* tile = tiles + t * kTileBytes;
     const uint8_t* from = source + t * kTileK * kGroup * element_bytes(format);
-    bool is_half = (t + 1) * kTileK > num_k;
     if (is_half) std::memset(tile + kTileBytes / 2, 0, kTileBytes / 2);
     if (format == Format::kBf16)
-      std::memcpy(tile, from, is_half ? kTileBytes / 2 : kTileBytes);
+      std::memcpy(tile, from, num_bytes);
     else if (is_half)
-      convert_steps<true, 4>(from, tile);
+      convert_steps<true, 4>(from, prefetch, tile);
     else if (mark >> t & 1)
-      convert_steps<true, 8>(from, tile);
+      convert_steps<true, 8>(from, prefetch, tile);
     else
-      convert_steps<false, 8>(from, tile);
+      convert_steps<false, 8>(from, prefetch, tile);
+    return num_bytes;
   }
 
   const uint8_t* convert(uint8_t* tiles) const {
-    for (int t = 0; t < num_tiles(); ++t) convert_tile(t, tiles);
+    const uint8_t* at = source;
+    for (int t = 0; t < num_tiles(); ++t) at += convert_tile(t, at, tiles);
     return in_place() ? source : tiles;
   }
 };

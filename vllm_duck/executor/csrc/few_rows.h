@@ -11,9 +11,18 @@ namespace {
 
 constexpr int kMaxFewRows = 4;
 
-// The hardware prefetcher stops at each 4 KiB page; reaching over it is worth about a
-// tenth of the bandwidth.
-constexpr int kPrefetchBytes = 2048;
+// Weights are fetched into the L2 cache well ahead and into the L1 cache shortly before
+// use. Measured on a Xeon: the far one brings a fifth more bandwidth, because a core
+// has many more requests open from L2 to memory than from L1 to L2, and the hardware's
+// own prefetcher stops at each 4 KiB page.
+constexpr int kNearBytes = 1024;
+constexpr int kFarBytes = 8192;
+
+template <class S>
+inline void prefetch_line(const uint8_t* at) {
+  S::prefetch(at + kNearBytes);
+  S::prefetch_far(at + kFarBytes);
+}
 
 template <class S, Format kFormat, bool kAnyZeroExponent>
 inline void decode_step(const uint8_t* tile, int step, int column, typename S::F w[4]) {
@@ -29,7 +38,7 @@ template <class S, Format kFormat>
 inline void prefetch_step(const uint8_t* tile, int step) {
   constexpr int kStepBytes = kGroup * kStepK * element_bytes(kFormat);
   for (int at = 0; at < kStepBytes; at += 64)
-    S::prefetch(tile + step * kStepBytes + at + kPrefetchBytes);
+    prefetch_line<S>(tile + step * kStepBytes + at);
 }
 
 // acc[r][i] += tile . x[r], for lanes i of the columns from `column` on.

@@ -280,8 +280,13 @@ void down_few(const ExpertRows& rows, int begin, int end, float* y, size_t y_str
                scratch, make_block, finish);
 }
 
+// For a lone row, fp32 vectors need no more instructions than the tiles' upkeep.
+constexpr int kVectorRows = 1;
+
 void gate_up(const ExpertRows& rows, int begin, int end, const HiddenRows& hidden,
              uint8_t* scratch) {
+  if (rows.num_rows <= kVectorRows)
+    return VectorKernels<Avx512Simd>::gate_up(rows, begin, end, hidden, scratch);
   if (rows.num_rows > kTileRows) return gate_up_many(rows, begin, end, hidden, scratch);
   tile_configure(rows.num_rows);
   gate_up_few(rows, begin, end, hidden, scratch);
@@ -289,6 +294,8 @@ void gate_up(const ExpertRows& rows, int begin, int end, const HiddenRows& hidde
 
 void down(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
           uint8_t* scratch) {
+  if (rows.num_rows <= kVectorRows)
+    return VectorKernels<Avx512Simd>::down(rows, begin, end, y, y_stride, scratch);
   if (rows.num_rows > kTileRows)
     return down_many(rows, begin, end, y, y_stride, scratch);
   tile_configure(rows.num_rows);
@@ -298,8 +305,9 @@ void down(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
 size_t scratch_bytes(const LayerShape& shape, int max_rows) {
   size_t few = Stream::kScratchBytes +
                size_t(kTileRows) * shape.gate_up_axis().padded_length() * 2;
+  size_t lone = VectorKernels<Avx512Simd>::scratch_bytes(shape, kVectorRows);
   size_t many = GateUpScratch::bytes(max_rows + kTileRows) + down_scratch_bytes(shape);
-  return few > many ? few : many;
+  return std::max({lone, few, many});
 }
 
 bool cpu_has_amx_bf16() {
@@ -356,8 +364,9 @@ bool adds_in_our_order() {
 }  // namespace
 
 const KernelTable* amx_kernels() {
-  static const KernelTable table = {"amx",       0,    scratch_bytes,
-                                    gate_up,     down, VectorKernels<Avx512Simd>::read,
+  static const KernelTable table = {"amx",         kVectorRows,
+                                    scratch_bytes, gate_up,
+                                    down,          VectorKernels<Avx512Simd>::read,
                                     tile_release};
   static const bool usable =
       cpu_has_amx_bf16() && os_grants_tiles() && adds_in_our_order();

@@ -23,6 +23,9 @@ struct Avx2Simd {
   static void prefetch(const void* at) {
     _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
   }
+  static void prefetch_far(const void* at) {
+    _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1);
+  }
 
   // As in PortableSimd, but with the first shifts on 16-bit halves: 5 of them make
   // two registers of bf16 pairs.

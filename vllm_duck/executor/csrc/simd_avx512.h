@@ -23,6 +23,9 @@ struct Avx512Simd {
   static void prefetch(const void* at) {
     _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
   }
+  static void prefetch_far(const void* at) {
+    _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1);
+  }
 
   template <bool kAnyZeroExponent>
   static void decode_e4m3(const uint8_t* at, F w[4]) {

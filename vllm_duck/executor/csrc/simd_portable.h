@@ -27,6 +27,7 @@ struct PortableSimd {
   static F add_exact_product(F a, F b, F sum) { return sum + a * b; }
 
   static void prefetch(const void* at) { __builtin_prefetch(at); }
+  static void prefetch_far(const void* at) { __builtin_prefetch(at, 0, 2); }
 
   // One dword of four e4m3 codes for each lane -> the step's four k, times 2^-8.
   template <bool kAnyZeroExponent>

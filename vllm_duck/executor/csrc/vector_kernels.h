@@ -39,7 +39,7 @@ struct VectorKernels {
     for (auto& sum : sums) sum = S::zero();
     for (size_t at = 0; at + kChunk <= num_bytes; at += kChunk) {
       for (size_t line = 0; line < kChunk; line += 64)
-        S::prefetch(data + at + line + 2 * kPrefetchBytes);
+        prefetch_line<S>(data + at + line);
       const float* floats = reinterpret_cast<const float*>(data + at);
       for (size_t i = 0; i < kFloats / S::kLanes; ++i)
         sums[i] = S::add(sums[i], S::load(floats + i * S::kLanes));
