@@ -18,9 +18,9 @@ Then copy OUT/duck-1 to the second machine, and there:
 
   $ vllm-duck serve duck-1 --listen ...
 
-Memory: four expert matrices, 60 MB for DeepSeek-V3.2 in fp8, and 200 MB for Python
-and the list of tensors; it does not grow with the model. All directories together take
-what the experts of the checkpoint take.
+Memory: four expert matrices (60 MB for DeepSeek-V3.2 in fp8), Python and the list of
+tensors (100 MB); less than 200 MB in all. All directories together take what the
+experts of the checkpoint take.
 
 After Ctrl-C or a power cut the same command continues with the first layer that is
 not whole. `serve` verifies the checksum of every file as it loads.

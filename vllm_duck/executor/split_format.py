@@ -67,8 +67,13 @@ class LayerLayout:
         return self.parts[-1].end
 
     @property
+    def data_bytes(self) -> int:
+        """Of all experts: what the header comes on top of."""
+        return self.shard.num_experts * self.expert_bytes
+
+    @property
     def num_bytes(self) -> int:
-        return len(self.header) + self.shard.num_experts * self.expert_bytes
+        return len(self.header) + self.data_bytes
 
     @cached_property
     def header(self) -> bytes:

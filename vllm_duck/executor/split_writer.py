@@ -12,6 +12,7 @@ Invariants, pinned by tests:
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -98,12 +99,12 @@ class _Writer:
     def run(self, show_progress: bool) -> tuple[int, int]:
         """Split; returns the bytes that were there already, and those written."""
         self._check_tensors()
-        total = sum(sum(map(_num_bytes, self._layouts(i))) for i in self._layer_ids)
+        total = self._data_bytes(self._layer_ids)
         if self._is_complete():
             return total, 0
         with SplitJournal(self._out_dir, self._identity()) as journal:
             kept = [idx for idx in self._layer_ids if self._is_kept(journal, idx)]
-            kept_bytes = sum(sum(map(_num_bytes, self._layouts(i))) for i in kept)
+            kept_bytes = self._data_bytes(kept)
             self._check_room(total - kept_bytes)
             for directory in self.directories:
                 directory.mkdir(exist_ok=True)
@@ -130,6 +131,13 @@ class _Writer:
         return [
             LayerLayout(self._model, shard, layer_idx) for shard in self._plan.shards
         ]
+
+    def _data_bytes(self, layer_ids: Iterable[int]) -> int:
+        return sum(
+            layout.data_bytes
+            for layer_idx in layer_ids
+            for layout in self._layouts(layer_idx)
+        )
 
     def _identity(self) -> dict[str, object]:
         return {
@@ -210,7 +218,6 @@ class _Writer:
                     self.directories, self._layouts(layer_idx), strict=True
                 )
             ]
-            progress.add(sum(len(file.layout.header) for file in files))
             for expert_id in range(self._model.n_routed_experts):
                 owners = [file for file in files if file.has_expert(expert_id)]
                 for tensor in expert_tensors(self._model):
@@ -232,10 +239,6 @@ class _Writer:
                 files=(config_record(config), *layers),
             )
             write_whole(directory / MANIFEST_FILE, manifest.to_json().encode())
-
-
-def _num_bytes(layout: LayerLayout) -> int:
-    return layout.num_bytes
 
 
 def _copy_tensor(
