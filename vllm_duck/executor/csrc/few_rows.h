@@ -128,6 +128,14 @@ void gate_up_few(const ExpertRows& rows, int first_row, int group,
                    act + size_t(first_row + r) * shape.act_stride());
 }
 
+// y += weight * total for one group.
+template <class S>
+inline void add_weighted_group(float weight, const float* total, float* y) {
+  for (int i = 0; i < kGroup; i += S::kLanes)
+    S::store(y + i,
+             S::add(S::load(y + i), S::mul(S::broadcast(weight), S::load(total + i))));
+}
+
 // `x` holds fp32 copies of the activations of rows first_row, first_row + 1, ...
 template <class S, Format kFormat, int R>
 void down_few(const ExpertRows& rows, int first_row, int group, const float* const x[],
@@ -147,7 +155,7 @@ void down_few(const ExpertRows& rows, int first_row, int group, const float* con
   for (int r = 0; r < R; ++r) {
     float* out = y + rows.tokens[first_row + r] * y_stride;
     float weight = rows.weights[first_row + r];
-    for (int i = 0; i < kGroup; ++i) out[i] += weight * total[r][i];
+    add_weighted_group<S>(weight, total[r], out);
   }
 }
 

@@ -173,11 +173,12 @@ void down_many(const ExpertRows& rows, int begin, int end, float* y, size_t y_st
       multiply_segment<S>(scratch.w, num_k, scales, scratch.x + axis.padded_begin(s),
                           stride, num_rows, scratch.totals);
     }
-    int num_columns = (second - group + 1) * kGroup;
     for (int r = 0; r < rows.num_rows; ++r) {
       float* out = y + rows.tokens[r] * y_stride;
       const float* total = scratch.totals + size_t(r) * 2 * kGroup;
-      for (int i = 0; i < num_columns; ++i) out[i] += rows.weights[r] * total[i];
+      add_weighted_group<S>(rows.weights[r], total, out);
+      if (second != group)
+        add_weighted_group<S>(rows.weights[r], total + kGroup, out + kGroup);
     }
   }
 }
