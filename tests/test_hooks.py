@@ -8,6 +8,7 @@ import pytest
 import vllm
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 
 import vllm_duck
 from vllm_duck import hooks, setup_engine
@@ -58,7 +59,7 @@ def test_only_duck_s_speculation_allows_what_stock_vllm_lacks(option):
     params = SamplingParams(**option)
     params._validate_spec_decode(None)
     params._validate_spec_decode(_speculation(**setup_engine.MODEL_CLASSES))
-    with pytest.raises(ValueError, match="not yet supported with speculative"):
+    with pytest.raises(VLLMValidationError, match="not yet supported with specul"):
         params._validate_spec_decode(_speculation())
 
 
