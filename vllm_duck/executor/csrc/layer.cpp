@@ -9,52 +9,82 @@
 namespace duck {
 namespace {
 
-uint32_t load_dword(const uint8_t* at) {
-  uint32_t value;
-  std::memcpy(&value, at, sizeof value);
-  return value;
+// Four dwords of one row of the source, or of four neighbouring columns of a tile.
+typedef uint32_t Dwords __attribute__((vector_size(16)));
+
+Dwords load_dwords(const uint8_t* at) {
+  Dwords values;
+  std::memcpy(&values, at, sizeof values);
+  return values;
 }
 
-void store_dword(uint8_t* at, uint32_t value) { std::memcpy(at, &value, sizeof value); }
+void store_dwords(uint8_t* at, Dwords values) {
+  std::memcpy(at, &values, sizeof values);
+}
+
+template <int A, int B, int C, int D>
+Dwords pick(Dwords low, Dwords high) {
+#ifdef __clang__
+  return __builtin_shufflevector(low, high, A, B, C, D);
+#else
+  return __builtin_shuffle(low, high, Dwords{A, B, C, D});
+#endif
+}
+
+void transpose(Dwords rows[4]) {
+  Dwords a = pick<0, 4, 1, 5>(rows[0], rows[1]), b = pick<0, 4, 1, 5>(rows[2], rows[3]);
+  Dwords c = pick<2, 6, 3, 7>(rows[0], rows[1]), d = pick<2, 6, 3, 7>(rows[2], rows[3]);
+  rows[0] = pick<0, 1, 4, 5>(a, b);
+  rows[1] = pick<2, 3, 6, 7>(a, b);
+  rows[2] = pick<0, 1, 4, 5>(c, d);
+  rows[3] = pick<2, 3, 6, 7>(c, d);
+}
+
+uint32_t any_of(Dwords values) { return values[0] | values[1] | values[2] | values[3]; }
 
 // What a tile's codes were, gathered as sticky bits.
 struct Seen {
-  uint32_t not_finite = 0;
-  uint32_t zero_exponent = 0;
+  Dwords not_finite = {};
+  Dwords zero_exponent = {};
 };
 
 // The sums cannot carry from one byte to the next: 0x7f + 1 and 0x78 + 0x78 fit.
-void inspect_e4m3(uint32_t codes, Seen* seen) {
+void inspect_e4m3(Dwords codes, Seen* seen) {
   seen->not_finite |= ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
   seen->zero_exponent |= ~((codes & 0x78787878u) + 0x78787878u) & 0x80808080u;
 }
 
-void inspect_bf16(uint32_t codes, Seen* seen) {
+void inspect_bf16(Dwords codes, Seen* seen) {
   seen->not_finite |= ((codes & 0x7f807f80u) + 0x00800080u) & 0x80008000u;
 }
 
-void pack_e4m3_tile(const uint8_t* source, ptrdiff_t row_bytes, int num_k,
-                    uint8_t* tile, Seen* seen) {
-  for (int column = 0; column < kGroup; ++column) {
-    const uint8_t* row = source + column * row_bytes;
-    for (int k = 0; k < num_k; k += kStepK) {
-      uint32_t codes = load_dword(row + k);
-      inspect_e4m3(codes, seen);
-      uint32_t swapped = (codes & 0xff0000ffu) | ((codes & 0x0000ff00u) << 8) |
-                         ((codes & 0x00ff0000u) >> 8);
-      store_dword(tile + (k / kStepK * kGroup + column) * 4, swapped);
-    }
-  }
+Dwords swap_middle_bytes(Dwords codes) {
+  return (codes & 0xff0000ffu) | ((codes & 0x0000ff00u) << 8) |
+         ((codes & 0x00ff0000u) >> 8);
 }
 
-void pack_bf16_tile(const uint8_t* source, ptrdiff_t row_bytes, int num_k,
-                    uint8_t* tile, Seen* seen) {
-  for (int column = 0; column < kGroup; ++column) {
-    const uint8_t* row = source + column * row_bytes;
-    for (int k = 0; k < num_k; k += 2) {
-      uint32_t codes = load_dword(row + 2 * k);
-      inspect_bf16(codes, seen);
-      store_dword(tile + (k / 2 * kGroup + column) * 4, codes);
+// Squares of 4 columns x 4 dwords (a row of the source has a multiple of 16 codes):
+// whole vectors in and out take a sixth of the time of single dwords.
+template <Format format>
+void pack_tile(const uint8_t* source, ptrdiff_t row_bytes, int num_k, uint8_t* tile,
+               Seen* seen) {
+  int num_dwords = num_k * element_bytes(format) / 4;
+  for (int dword = 0; dword < num_dwords; dword += 4) {
+    for (int column = 0; column < kGroup; column += 4) {
+      Dwords square[4];
+      for (int i = 0; i < 4; ++i) {
+        Dwords codes = load_dwords(source + (column + i) * row_bytes + dword * 4);
+        if constexpr (format == Format::kE4m3) {
+          inspect_e4m3(codes, seen);
+          codes = swap_middle_bytes(codes);
+        } else {
+          inspect_bf16(codes, seen);
+        }
+        square[i] = codes;
+      }
+      transpose(square);
+      for (int i = 0; i < 4; ++i)
+        store_dwords(tile + ((dword + i) * kGroup + column) * 4, square[i]);
     }
   }
 }
@@ -67,10 +97,11 @@ uint8_t pack_segment(Format format, const uint8_t* source, ptrdiff_t row_bytes,
   for (int k = 0; k < num_k; k += kTileK) {
     Seen seen;
     int tile_k = num_k - k < kTileK ? num_k - k : kTileK;
-    auto* pack = format == Format::kE4m3 ? pack_e4m3_tile : pack_bf16_tile;
+    auto* pack =
+        format == Format::kE4m3 ? pack_tile<Format::kE4m3> : pack_tile<Format::kBf16>;
     pack(source + k * bytes, row_bytes, tile_k, out + k * kGroup * bytes, &seen);
-    *not_finite |= seen.not_finite != 0;
-    if (seen.zero_exponent) mark |= uint8_t(1u << (k / kTileK));
+    *not_finite |= any_of(seen.not_finite) != 0;
+    if (any_of(seen.zero_exponent)) mark |= uint8_t(1u << (k / kTileK));
   }
   return mark;
 }
