@@ -76,24 +76,46 @@ def decode(columns: int, quick: bool) -> Iterator[Result]:
     row_counts = (1, 2) if quick else (1, 2, 4, 8)
     with _Peers() as peers:
         vllm = peers.start(_Vllm, size)
-        kt = [] if quick else peers.start_kt(size)
         sides: dict[Any, Callable[[], float]] = {}
         for n in threads:
             sides["read", n] = lambda n=n: ours.read(n)
             for isa, rows in itertools.product(ours.isas, row_counts):
                 if isa != "portable":
                     sides[isa, n, rows] = lambda a=(isa, n, rows): ours.sweep(*a)
-            for peer in [vllm, *kt]:
-                for rows in row_counts if peer else ():
-                    sides[peer, n, rows] = lambda p=peer, a=(n, rows): p.sweep(*a)
+            for rows in row_counts if vllm else ():
+                sides[vllm, n, rows] = lambda a=(n, rows): vllm.sweep(*a)
         seconds = _alternate(sides, rounds)
     rates = {
         key: size.num_experts * size.expert_bytes / s for key, s in seconds.items()
     }
     yield from _bandwidth_rows(columns, rates, threads, row_counts)
-    for peer, rows in itertools.product([vllm, *kt], row_counts):
-        if peer:
-            yield _against_peer(columns, rates, threads, peer, rows)
+    for rows in row_counts if vllm else ():
+        yield _against_peer(columns, rates, threads, vllm, rows)
+    if not quick:
+        for kind, variant in ((_KtBest, supported_isas()[0]), (_KtAvx2, "avx2")):
+            yield from _against_kt(ours, kind, variant, threads, (1, 2))
+
+
+def _against_kt(ours, kind, variant, threads, row_counts) -> Iterator[Result]:
+    """One process for each thread count: its pool cannot be resized, and is slow to
+    make because it copies the weights."""
+    rates: dict[Any, float] = {}
+    peer = None
+    for n in threads:
+        with _Peers() as peers:
+            started = peers.start(kind, ours.size, KT_KERNEL_CPU_VARIANT=variant)
+            if started is None:
+                return
+            peer = peer or started
+            sides: dict[Any, Callable[[], float]] = {}
+            for rows in row_counts:
+                isa = peer.compare_with
+                sides[isa, n, rows] = lambda a=(isa, n, rows): ours.sweep(*a)
+                sides[peer, n, rows] = lambda p=started, a=(n, rows): p.sweep(*a)
+            for key, s in _alternate(sides, 3).items():
+                rates[key] = ours.size.num_experts * ours.size.expert_bytes / s
+    for rows in row_counts:
+        yield _against_peer(ours.size.columns, rates, threads, peer, rows)
 
 
 def _bandwidth_rows(columns, rates, threads, row_counts) -> Iterator[Result]:
@@ -396,15 +418,6 @@ class _Peers:
         self.peers.append(_Peer(pool, kind))
         return self.peers[-1]
 
-    def start_kt(self, size: Size) -> list["_Peer"]:
-        kinds = [(_KtAvx2, "avx2")]
-        if "avx512" in supported_isas():
-            kinds.append((_KtBest, ""))
-        started = [
-            self.start(kind, size, KT_KERNEL_CPU_VARIANT=env) for kind, env in kinds
-        ]
-        return [peer for peer in started if peer]
-
 
 class _Peer:
     def __init__(self, pool: ProcessPoolExecutor, kind: type) -> None:
@@ -535,14 +548,11 @@ class _Kt:
         # One copy of an expert each: the kernel may use the weights in place.
         self.weights = [[a.clone() for _ in range(size.num_experts)] for a in arrays]
         self.scales = scales
-        self.by_threads: dict[int, Any] = {}
+        self.infer: Any = None
 
     def set_threads(self, num_threads: int) -> None:
-        if num_threads not in self.by_threads:
-            # Two pools of threads at once would disturb each other.
-            self.by_threads.clear()
-            self.by_threads[num_threads] = self._make(num_threads)
-        self.infer, self.moe = self.by_threads[num_threads]
+        if self.infer is None:
+            self.infer, self.moe = self._make(num_threads)
 
     def _make(self, num_threads: int) -> Any:
         ext, size, torch = self.ext, self.size, self.torch
