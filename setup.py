@@ -37,6 +37,8 @@ def extension(name, sources, folders):
             # Every instruction set must round alike: fuse only where the source says.
             "-ffp-contract=off",
             "-fno-math-errno",
+            # Lets loops with a choice between two numbers be vectorised.
+            "-fno-trapping-math",
             "-fvisibility=hidden",
             "-pthread",
             "-g0",

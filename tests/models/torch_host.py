@@ -4,7 +4,7 @@ It reads weights by their checkpoint names (as `checkpoint_views` gives them), k
 own caches, and runs in any dtype: fp32 as an oracle, bf16 as the peer of benchmarks.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -74,25 +74,20 @@ def unpack_index(token_format: IndexFormat, rows: Tensor) -> Tensor:
     return dequantize(rows, token_format.index_dim)
 
 
-@dataclass
-class Selection:
-    """Rows of one request: which positions they see, and which they attend to."""
+def choose(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
+    """Which positions each row attends to, [R, S]: the topk best that it sees.
 
-    visible: Tensor  # [R] int64
-    is_chosen: Tensor  # [R, S] bool
-
-
-def choose(scores: Tensor, visible: Tensor, topk: int) -> Selection:
-    """The topk best of each row's visible positions; of equals the later one."""
+    Of equal scores the later position wins.
+    """
     num_positions = scores.shape[1]
     is_visible = torch.arange(num_positions) < visible[:, None]
     if num_positions <= topk:
-        return Selection(visible, is_visible)
+        return is_visible
     scores = scores.masked_fill(~is_visible, float("-inf"))
     latest_first = scores.flip(1).sort(dim=1, descending=True, stable=True).indices
     chosen = num_positions - 1 - latest_first[:, :topk]
     is_chosen = torch.zeros_like(is_visible).scatter_(1, chosen, True)
-    return Selection(visible, is_chosen & is_visible)
+    return is_chosen & is_visible
 
 
 def route(
@@ -135,8 +130,10 @@ class TorchAttention:
         index_format: IndexFormat,
         num_slots: int,
         dtype: torch.dtype = torch.float32,
+        choose: Callable[[Tensor, Tensor, int], Tensor] = choose,
     ) -> None:
         self.dims = dims
+        self.choose = choose
         self.weights = {name: w.to(dtype) for name, w in weights.items()}
         self.latent_format, self.index_format = latent_format, index_format
         self.latent_rows = _garbage(num_slots, latent_format.token_bytes)
@@ -180,7 +177,7 @@ class TorchAttention:
             keys = unpack_index(self.index_format, self.index_rows[slots])
             dots = torch.einsum("rhd,sd->rhs", index_query[rows], keys).relu_()
             scores = torch.einsum("rhs,rh->rs", dots, index_weight[rows])
-            chosen = choose(scores, visible, dims.index_topk).is_chosen
+            chosen = self.choose(scores, visible, dims.index_topk)
             out[rows] = self._mix(query[rows], slots, chosen)
         return torch.bmm(out.transpose(0, 1), self.value_up).transpose(0, 1).flatten(1)
 

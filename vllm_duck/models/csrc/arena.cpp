@@ -1,26 +1,21 @@
 #include "arena.h"
 
-#include <cstdlib>
-#include <new>
+#include "huge_pages.h"
 
 namespace duck {
 namespace host {
 namespace {
 
-constexpr size_t kMinBlock = 1 << 20;
+constexpr size_t kMinBlock = 2 << 20;
 // What an arena keeps between calls: enough for a prompt chunk, so that decoding pays
 // no page faults, and a long prompt's scratch goes back to the system.
 constexpr size_t kMaxKept = size_t(64) << 20;
 
 }  // namespace
 
-void Arena::Free::operator()(void* at) const { std::free(at); }
-
 void Arena::grow(size_t num_bytes) {
   size_t size = (num_bytes + kMinBlock - 1) / kMinBlock * kMinBlock;
-  auto* data = static_cast<uint8_t*>(std::aligned_alloc(64, size));
-  if (!data) throw std::bad_alloc();
-  blocks_.push_back({std::unique_ptr<uint8_t, Free>(data), size});
+  blocks_.push_back({take_huge(size), size});
 }
 
 void* Arena::take(size_t num_bytes) {

@@ -24,11 +24,8 @@ class Arena {
   void reset();
 
  private:
-  struct Free {
-    void operator()(void* at) const;
-  };
   struct Block {
-    std::unique_ptr<uint8_t, Free> data;
+    std::shared_ptr<uint8_t> data;
     size_t size;
   };
   void grow(size_t num_bytes);

@@ -1,5 +1,5 @@
 // The whole attention block of a layer, panel of rows by panel.
-// Include after the target pragma of the source that uses it; G is its GEMM.
+// Include after the target pragma of the source that uses it; G names its kernels.
 #pragma once
 
 #include "router.h"
@@ -43,17 +43,18 @@ void attend_call(const Threads& threads, const AttentionCall& call) {
     attend_panel<G>(threads, call, begin, min_int(kPanelRows, call.rows - begin), low);
 }
 
-inline void latent_call(const Threads&, const LatentCall& call) {
+template <class G>
+void latent_call(const Threads&, const LatentCall& call) {
   LatentRow format = {call.size, 0, true};
   if (call.x) format.write(call.x, nullptr, call.row);
-  format.read(call.row, call.out);
+  format.template read<G>(call.row, call.out);
 }
 
 // The table of an instruction set.
 template <class G>
 constexpr Calls calls_of(const char* name) {
   return {name,          norm_call, linear_call<G>, mlp_call<G>,
-          route_call<G>, add_call,  attend_call<G>, latent_call};
+          route_call<G>, add_call,  attend_call<G>, latent_call<G>};
 }
 
 }  // namespace

@@ -36,6 +36,20 @@ inline float e4m3_to_float(uint8_t code) {
   return float_from_bits(bits | uint32_t(code & 0x80u) << 24);
 }
 
+// How an instruction set reads the kScaleTile e4m3 codes of one tile.
+struct PlainDecode {
+  // -> bf16(number * scale).
+  static void scaled(const uint8_t* codes, float scale, uint16_t* out) {
+    for (int i = 0; i < kScaleTile; ++i)
+      out[i] = bf16_from_float(e4m3_to_float(codes[i]) * scale);
+  }
+  // -> the numbers in bf16, exactly.
+  static void exact(const uint8_t* codes, uint16_t* out) {
+    for (int i = 0; i < kScaleTile; ++i)
+      out[i] = uint16_t(bits_from_float(e4m3_to_float(codes[i])) >> 16);
+  }
+};
+
 // Writes n e4m3 codes and then n / 128 scales.
 inline void quantize(const float* x, int n, uint8_t* out) {
   for (int tile = 0; tile < n / kScaleTile; ++tile) {
@@ -73,6 +87,7 @@ struct LatentRow {
   }
 
   // -> [latent | rope] bf16; an e4m3 number times its scale is rounded to bf16.
+  template <class Decode>
   void read(const uint8_t* row, uint16_t* out) const {
     if (!is_fp8) {
       std::memcpy(out, row, size_t(bytes()));
@@ -81,10 +96,7 @@ struct LatentRow {
     for (int tile = 0; tile < latent_dim / kScaleTile; ++tile) {
       float scale;
       std::memcpy(&scale, row + latent_dim + tile * sizeof scale, sizeof scale);
-      const uint8_t* codes = row + tile * kScaleTile;
-      uint16_t* to = out + tile * kScaleTile;
-      for (int i = 0; i < kScaleTile; ++i)
-        to[i] = bf16_from_float(e4m3_to_float(codes[i]) * scale);
+      Decode::scaled(row + tile * kScaleTile, scale, out + tile * kScaleTile);
     }
     std::memcpy(out + latent_dim, row + rope_offset(), size_t(2 * rope_dim));
   }
@@ -105,13 +117,13 @@ struct IndexRow {
   }
 
   // -> bf16, exactly; returns the scale.
+  template <class Decode>
   float read(const uint8_t* row, uint16_t* out) const {
     if (!is_fp8) {
       std::memcpy(out, row, size_t(2 * dim));
       return 1.0f;
     }
-    for (int i = 0; i < dim; ++i)
-      out[i] = uint16_t(bits_from_float(e4m3_to_float(row[i])) >> 16);
+    Decode::exact(row, out);
     float scale;
     std::memcpy(&scale, row + dim, sizeof scale);
     return scale;

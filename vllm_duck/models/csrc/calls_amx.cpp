@@ -11,10 +11,17 @@
 
 #include "amx_probe.h"
 #include "attend.h"
+#include "decode_avx512.h"
 #include "gemm_amx.h"
 
+namespace {
+using namespace duck::host;
+using namespace duck;
+struct AmxKernels : AmxGemm, Avx512Decode {};
+}  // namespace
+
 const duck::host::Calls* duck::host::amx_calls() {
-  static const Calls calls = calls_of<AmxGemm>("amx");
+  static const Calls calls = calls_of<AmxKernels>("amx");
   bool usable = avx512_calls() && amx_is_usable();
   return usable ? &calls : nullptr;
 }

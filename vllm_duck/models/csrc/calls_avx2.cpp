@@ -11,8 +11,14 @@
 #include "gemm_vector.h"
 #include "simd_avx2.h"
 
+namespace {
+using namespace duck::host;
+using namespace duck;
+struct Avx2Kernels : VectorGemm<Avx2Simd>, PlainDecode {};
+}  // namespace
+
 const duck::host::Calls* duck::host::avx2_calls() {
-  static const Calls calls = calls_of<VectorGemm<Avx2Simd>>("avx2");
+  static const Calls calls = calls_of<Avx2Kernels>("avx2");
   bool has_them = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   return has_them ? &calls : nullptr;
 }

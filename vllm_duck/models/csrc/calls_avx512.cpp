@@ -8,11 +8,18 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
 
 #include "attend.h"
+#include "decode_avx512.h"
 #include "gemm_vector.h"
 #include "simd_avx512.h"
 
+namespace {
+using namespace duck::host;
+using namespace duck;
+struct Avx512Kernels : VectorGemm<Avx512Simd>, Avx512Decode {};
+}  // namespace
+
 const duck::host::Calls* duck::host::avx512_calls() {
-  static const Calls calls = calls_of<VectorGemm<Avx512Simd>>("avx512");
+  static const Calls calls = calls_of<Avx512Kernels>("avx512");
   bool has_them = __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");

@@ -3,7 +3,13 @@
 #include "gemm_vector.h"
 #include "simd_portable.h"
 
+namespace {
+using namespace duck::host;
+using namespace duck;
+struct PortableKernels : VectorGemm<PortableSimd>, PlainDecode {};
+}  // namespace
+
 const duck::host::Calls* duck::host::portable_calls() {
-  static const Calls calls = calls_of<VectorGemm<PortableSimd>>("portable");
+  static const Calls calls = calls_of<PortableKernels>("portable");
   return &calls;
 }

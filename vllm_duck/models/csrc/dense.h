@@ -1,5 +1,5 @@
 // Norm, linear, MLP and the sum at the end of a layer.
-// Include after the target pragma of the source that uses it; G is its GEMM.
+// Include after the target pragma of the source that uses it; G names its kernels.
 #pragma once
 
 #include "calls.h"

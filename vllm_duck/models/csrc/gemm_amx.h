@@ -23,7 +23,17 @@ struct AmxGemm {
       for (int row = rows.begin; row < rows.end; row += 2 * per_tile) {
         int num_rows = min_int(2 * per_tile, rows.end - row);
         int row_tiles = num_rows > per_tile ? 2 : 1;
-        multiply_any(gemm, row, per_tile, row_tiles, group, num_groups, c);
+        // Whole tiles of fp32 go straight to where they belong.
+        bool is_whole = gemm.out == Out::kFloat && num_rows == row_tiles * per_tile &&
+                        (group + num_groups) * kColumns <= gemm.b.n;
+        if (is_whole) {
+          float* out = static_cast<float*>(gemm.c) + row * gemm.c_stride;
+          multiply_any(gemm, row, per_tile, row_tiles, group, num_groups,
+                       {out + group * kColumns, gemm.c_stride});
+          continue;
+        }
+        multiply_any(gemm, row, per_tile, row_tiles, group, num_groups,
+                     {c, kBlockStride});
         finish_block(gemm, row, num_rows, group, num_groups, c);
       }
     }
@@ -31,8 +41,13 @@ struct AmxGemm {
   }
 
  private:
+  struct Block {
+    float* c;
+    size_t stride;
+  };
+
   static void multiply_any(const Gemm& gemm, int row, int per_tile, int row_tiles,
-                           int group, int num_groups, float* c) {
+                           int group, int num_groups, const Block& c) {
     const uint16_t* a[2];
     a[0] = gemm.a + row * gemm.a_stride;
     a[1] = a[0] + per_tile * gemm.a_stride;
@@ -49,8 +64,8 @@ struct AmxGemm {
 
   template <int kRowTiles, int kGroups>
   static void multiply(const uint16_t* const a[2], ptrdiff_t stride,
-                       const uint16_t* const b[2], int k_tiles, int per_tile, float* c) {
-    constexpr ptrdiff_t kCBytes = kBlockStride * sizeof(float);
+                       const uint16_t* const b[2], int k_tiles, int per_tile,
+                       const Block& block) {
     tile_zero<0>();
     if (kGroups == 2) tile_zero<1>();
     if (kRowTiles == 2) tile_zero<2>();
@@ -69,11 +84,12 @@ struct AmxGemm {
         if (kGroups == 2) tile_multiply<3, 5, 7>();
       }
     }
-    float* below = c + per_tile * kBlockStride;
-    tile_store<0>(c, kCBytes);
-    if (kGroups == 2) tile_store<1>(c + kColumns, kCBytes);
-    if (kRowTiles == 2) tile_store<2>(below, kCBytes);
-    if (kRowTiles == 2 && kGroups == 2) tile_store<3>(below + kColumns, kCBytes);
+    ptrdiff_t c_stride = ptrdiff_t(block.stride * sizeof(float));
+    float *c = block.c, *below = c + per_tile * block.stride;
+    tile_store<0>(c, c_stride);
+    if (kGroups == 2) tile_store<1>(c + kColumns, c_stride);
+    if (kRowTiles == 2) tile_store<2>(below, c_stride);
+    if (kRowTiles == 2 && kGroups == 2) tile_store<3>(below + kColumns, c_stride);
   }
 };
 

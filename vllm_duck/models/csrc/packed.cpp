@@ -1,35 +1,13 @@
 #include "packed.h"
 
-#include <sys/mman.h>
-
-#include <new>
-
 namespace duck {
 namespace host {
-
-Mapping::Mapping(size_t num_bytes) : size_(num_bytes ? num_bytes : 1) {
-  void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                  -1, 0);
-  if (at == MAP_FAILED) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-  // A 4 KiB page walk each 64 lines costs bandwidth.
-  madvise(at, size_, MADV_HUGEPAGE);
-#endif
-  data_ = static_cast<uint8_t*>(at);
-}
-
-Mapping::~Mapping() {
-  if (data_) munmap(data_, size_);
-}
-
-Mapping::Mapping(Mapping&& other) noexcept : data_(other.data_), size_(other.size_) {
-  other.data_ = nullptr;
-}
 
 PackedMatrix::PackedMatrix(int n, int k)
     : n_(n),
       k_(k),
-      memory_(size_t(round_up(n, kColumns)) * round_up(k, kTileK) * sizeof(uint16_t)) {}
+      memory_(take_huge(size_t(round_up(n, kColumns)) * round_up(k, kTileK) *
+                        sizeof(uint16_t))) {}
 
 void PackedMatrix::pack_group(int group, const Source& source, int first, int count) {
   auto* tiles = const_cast<uint16_t*>(view().group(group));

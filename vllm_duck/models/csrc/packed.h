@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "mapping.h"
+#include "huge_pages.h"
 
 namespace duck {
 namespace host {
@@ -50,12 +50,12 @@ class PackedMatrix {
   void pack(const Source& source);
 
   PackedView view() const {
-    return {reinterpret_cast<const uint16_t*>(memory_.data()), k_, n_};
+    return {reinterpret_cast<const uint16_t*>(memory_.get()), k_, n_};
   }
 
  private:
   int n_, k_;
-  Mapping memory_;
+  std::shared_ptr<uint8_t> memory_;
 };
 
 // gate and up [columns][k] side by side: groups 2i and 2i + 1 are 16 columns of each.

@@ -1,5 +1,5 @@
 // The attention block's projections: from hidden states to queries and cached keys.
-// Include after the target pragma of the source that uses it; G is its GEMM.
+// Include after the target pragma of the source that uses it; G names its kernels.
 #pragma once
 
 #include "cache_rows.h"

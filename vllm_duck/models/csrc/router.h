@@ -1,7 +1,7 @@
 // Chooses each token's experts: sigmoid scores, grouped top-k, normalised weights.
 // Source: DeepSeek-V3 report, 2.1.2 and 3.2.2; inference/model.py::Gate.
 // Of equal scores the lower id wins.
-// Include after the target pragma of the source that uses it; G is its GEMM.
+// Include after the target pragma of the source that uses it; G names its kernels.
 #pragma once
 
 #include "calls.h"

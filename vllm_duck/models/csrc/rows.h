@@ -5,45 +5,18 @@
 // Include after the target pragma of the source that uses it.
 #pragma once
 
-#include <cstring>
-
+#include "lanes.h"
 #include "silu.h"
 
 namespace duck {
 namespace host {
 namespace {
 
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"
-
-typedef float Lanes __attribute__((vector_size(64)));
-
-inline Lanes load_lanes(const float* at) {
-  Lanes value;
-  std::memcpy(&value, at, sizeof value);
-  return value;
-}
-
-// The n % 16 last elements, then zeros.
-inline Lanes load_tail(const float* at, int count) {
-  float padded[16] = {};
-  for (int i = 0; i < count; ++i) padded[i] = at[i];
-  return load_lanes(padded);
-}
-
-inline float fold(Lanes value) {
-  float lane[16];
-  std::memcpy(lane, &value, sizeof lane);
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  return lane[0];
-}
-
 template <class Term>
 inline float sum_row(const float* x, int n, const Term& term) {
   Lanes total = {};
   int i = 0;
-  for (; i + 16 <= n; i += 16) total += term(load_lanes(x + i));
+  for (; i + kLanes <= n; i += kLanes) total += term(load_lanes(x + i));
   if (i < n) total += term(load_tail(x + i, n - i));
   return fold(total);
 }
@@ -56,13 +29,14 @@ inline float sum_of_squares(const float* x, int n) {
   return sum_row(x, n, [](Lanes v) { return v * v; });
 }
 
+// Magnitudes order as their bits do.
 inline float max_magnitude(const float* x, int n) {
-  float peak = 0;
+  uint32_t peak = 0;
   for (int i = 0; i < n; ++i) {
-    float magnitude = __builtin_fabsf(x[i]);
+    uint32_t magnitude = bits_from_float(x[i]) & 0x7fffffffu;
     peak = magnitude > peak ? magnitude : peak;
   }
-  return peak;
+  return float_from_bits(peak);
 }
 
 inline void widen(const uint16_t* x, int n, float* out) {
@@ -113,8 +87,6 @@ inline void rotate(const float* x, const float* rotation, int n, uint16_t* out) 
     out[i + 1] = bf16_from_float(real * rotation[i + 1] + imaginary * rotation[i]);
   }
 }
-
-#pragma GCC diagnostic pop
 
 }  // namespace
 }  // namespace host

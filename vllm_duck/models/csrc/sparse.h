@@ -7,7 +7,7 @@
 // weights are rounded to bf16 before they are summed and used, so they add up to one.
 // Nothing of this depends on the other rows of the call.
 // Source: DeepSeek-V3.2 technical report, 2.1; inference/model.py::Indexer, MLA.
-// Include after the target pragma of the source that uses it; G is its GEMM.
+// Include after the target pragma of the source that uses it; G names its kernels.
 #pragma once
 
 #include "project.h"
@@ -25,6 +25,8 @@ constexpr int kKeyBlock = 256;
 constexpr int kIndexGemmRows = 256;
 // Scores that are held at once: 32 MB.
 constexpr size_t kMaxScores = 8 << 20;
+// Positions of a context that are decoded as a whole: 38 MB in the official sizes.
+constexpr int kMaxDecoded = 32 << 10;
 
 // Some rows of one request. Row numbers are the panel's.
 struct Segment {
@@ -33,6 +35,8 @@ struct Segment {
   int visible;    // of row `begin`; each next row sees one more
   float* scores;  // [end - begin][stride], or null if every row sees few positions
   int stride;
+  // All latent keys of the request, [num_positions][padded key_dim], or null.
+  const uint16_t* decoded;
 
   int visible_of(int row) const { return visible + row - begin; }
   int num_positions() const { return visible_of(end - 1); }
@@ -46,24 +50,37 @@ struct Panel {
   Rows latent;                // out, [rows * heads][kv_lora]
 };
 
+// Writes 16 rows of bf16 as the columns of one group of packed tiles; those beyond
+// `count` are copies of the first.
+inline void pack_columns(const Rows& rows, int count, int k_tiles, uint16_t* tiles) {
+  for (int t = 0; t < k_tiles; ++t) {
+    Lanes pairs[kLanes];
+    for (int i = 0; i < kLanes; ++i)
+      pairs[i] = load_lanes(rows.row(i < count ? i : 0) + t * kTileK);
+    transpose(pairs);
+    for (int i = 0; i < kLanes; ++i)
+      store_lanes(tiles + t * kTileElements + i * 2 * kColumns, pairs[i]);
+  }
+}
+
 // Decodes index keys [from, from + count) of a request into packed tiles.
-inline void pack_keys(const AttentionCall& call, int request, int from, int count,
-                      uint16_t* row, uint16_t* tiles, float* scales) {
+template <class G>
+void pack_keys(const AttentionCall& call, int request, int from, int count, Arena* arena,
+               uint16_t* tiles, float* scales) {
   IndexRow format = index_row(call.layer.shape);
   int k_tiles = round_up(format.dim, kTileK) / kTileK;
-  std::memset(row, 0, sizeof(uint16_t) * k_tiles * kTileK);
-  for (int i = 0; i < count; ++i) {
-    int64_t slot = call.step.slot(request, from + i);
-    scales[i] = format.read(call.index_cache + slot * format.bytes(), row);
-    uint32_t* column =
-        reinterpret_cast<uint32_t*>(tiles) + size_t(i / kColumns) * k_tiles * 256 +
-        i % kColumns;
-    for (int pair = 0; pair < k_tiles * kTileK / 2; ++pair) {
-      uint32_t both;
-      std::memcpy(&both, row + 2 * pair, sizeof both);
-      std::memcpy(column + pair * kColumns, &both, sizeof both);
+  Arena::Mark mark = arena->mark();
+  Rows rows = take_rows(arena, kColumns, format.dim);
+  for (int first = 0; first < count; first += kColumns) {
+    int columns = min_int(kColumns, count - first);
+    for (int i = 0; i < columns; ++i) {
+      int64_t slot = call.step.slot(request, from + first + i);
+      const uint8_t* row = call.index_cache + slot * format.bytes();
+      scales[first + i] = format.template read<G>(row, rows.row(i));
     }
+    pack_columns(rows, columns, k_tiles, tiles + size_t(first) * k_tiles * kTileK);
   }
+  arena->release(mark);
 }
 
 // dots [heads][stride] -> scores of `count` positions.
@@ -90,11 +107,10 @@ void score_block(const Panel& panel, const Segment& segment, int block, Arena* a
   if (row >= segment.end) return;
   Arena::Mark mark = arena->mark();
   int padded_dim = round_up(shape.index_dim, kTileK);
-  auto* tiles = static_cast<uint16_t*>(
-      arena->take(sizeof(uint16_t) * padded_dim * (kKeyBlock + 1)));
+  auto* tiles =
+      static_cast<uint16_t*>(arena->take(sizeof(uint16_t) * padded_dim * kKeyBlock));
   float* scales = take_floats(arena, kKeyBlock);
-  pack_keys(*panel.call, segment.request, from, count, tiles + padded_dim * kKeyBlock,
-            tiles, scales);
+  pack_keys<G>(*panel.call, segment.request, from, count, arena, tiles, scales);
   int heads = shape.index_heads;
   int rows_at_once = max_int(1, kIndexGemmRows / heads);
   float* dots = take_floats(arena, size_t(rows_at_once) * heads * kKeyBlock);
@@ -152,8 +168,9 @@ inline void pack_values(const Rows& keys, int padded_count, int dim, uint16_t* o
   }
 }
 
-inline ChosenKeys gather_keys(const AttentionCall& call, const Segment& segment, int row,
-                              Arena* arena) {
+template <class G>
+ChosenKeys gather_keys(const AttentionCall& call, const Segment& segment, int row,
+                       Arena* arena) {
   const AttentionShape& shape = call.layer.shape;
   LatentRow format = latent_row(shape);
   int most = min_int(segment.visible_of(row), shape.index_topk);
@@ -162,8 +179,13 @@ inline ChosenKeys gather_keys(const AttentionCall& call, const Segment& segment,
   int padded_count = round_up(count, kTileK);
   Rows rows = take_rows(arena, padded_count, shape.key_dim());
   for (int i = 0; i < count; ++i) {
+    if (segment.decoded) {
+      std::memcpy(rows.row(i), segment.decoded + positions[i] * rows.stride,
+                  sizeof(uint16_t) * rows.stride);
+      continue;
+    }
     int64_t slot = call.step.slot(segment.request, positions[i]);
-    format.read(call.latent_cache + slot * format.bytes(), rows.row(i));
+    format.template read<G>(call.latent_cache + slot * format.bytes(), rows.row(i));
   }
   for (int i = count; i < padded_count; ++i)
     std::memset(rows.row(i), 0, sizeof(uint16_t) * rows.stride);
@@ -173,31 +195,35 @@ inline ChosenKeys gather_keys(const AttentionCall& call, const Segment& segment,
   return {count, padded_count, rows, values};
 }
 
-// Up to 16 heads as the columns of a packed matrix.
-inline void pack_heads(const Rows& query, int first_row, int heads, int k_tiles,
-                       uint16_t* tiles) {
-  std::memset(tiles, 0, sizeof(uint16_t) * k_tiles * kTileElements);
-  for (int head = 0; head < heads; ++head) {
-    const uint16_t* from = query.row(first_row + head);
-    for (int pair = 0; pair < k_tiles * kTileK / 2; ++pair)
-      std::memcpy(tiles + (pair * kColumns + head) * 2, from + 2 * pair,
-                  sizeof(uint32_t));
+// logits [count][16 heads] -> [heads][padded_count], scaled.
+inline void transpose_logits(const float* logits, int heads, int count, int padded_count,
+                             float scale, float* out) {
+  for (int first = 0; first < count; first += kLanes) {
+    Lanes rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      int row = min_int(first + i, count - 1);
+      rows[i] = load_lanes(logits + size_t(row) * kColumns) * scale;
+    }
+    transpose(rows);
+    for (int h = 0; h < heads; ++h)
+      store_lanes(out + size_t(h) * padded_count + first, rows[h]);
   }
 }
 
-// One head: logits[i * stride] of `count` positions -> bf16 weights, zeros behind them;
-// returns the weights' sum.
-inline float softmax(const float* logits, int stride, int count, int padded_count,
-                     float scale, float* scratch, uint16_t* weights) {
-  float peak = kNever;
-  for (int i = 0; i < count; ++i) {
-    scratch[i] = logits[size_t(i) * stride] * scale;
-    peak = scratch[i] > peak ? scratch[i] : peak;
-  }
-  for (int i = 0; i < count; ++i) weights[i] = bf16_from_float(exp_clamped(scratch[i] - peak));
+// One head: logits -> bf16 weights in place of them, zeros behind the last; returns the
+// weights' sum.
+inline float softmax(float* logits, int count, int padded_count, uint16_t* weights) {
+  Lanes peaks = Lanes{} + logits[0];
+  int whole = count / kLanes * kLanes;
+  for (int i = 0; i < whole; i += kLanes)
+    peaks = max_lanes(load_lanes(logits + i), peaks);
+  float peak = fold_max(peaks);
+  for (int i = whole; i < count; ++i) peak = logits[i] > peak ? logits[i] : peak;
+  for (int i = 0; i < count; ++i)
+    weights[i] = bf16_from_float(exp_clamped(logits[i] - peak));
   for (int i = count; i < padded_count; ++i) weights[i] = 0;
-  widen(weights, count, scratch);
-  return sum(scratch, count);
+  widen(weights, count, logits);
+  return sum(logits, count);
 }
 
 // Heads [first, first + heads), at most 16, of one row.
@@ -210,17 +236,19 @@ void attend_heads(const Panel& panel, int row, int first, int heads,
   int k_tiles = round_up(shape.key_dim(), kTileK) / kTileK;
   auto* tiles = static_cast<uint16_t*>(
       arena->take(sizeof(uint16_t) * k_tiles * kTileElements));
-  pack_heads(panel.queries.query, query_row, heads, k_tiles, tiles);
+  const Rows& query = panel.queries.query;
+  pack_columns({query.row(query_row), query.stride}, heads, k_tiles, tiles);
   float* logits = take_floats(arena, size_t(keys.count) * kColumns);
   Gemm dots = {keys.rows.data, keys.rows.stride, keys.count,
                {tiles, shape.key_dim(), kColumns}, Out::kFloat, logits, kColumns};
   G::run(dots, {0, keys.count}, {0, 1}, arena);
   Rows weights = take_rows(arena, heads, keys.padded_count);
-  float* scratch = take_floats(arena, keys.count);
+  float* by_head = take_floats(arena, size_t(heads) * keys.padded_count);
+  transpose_logits(logits, heads, keys.count, keys.padded_count, shape.scale, by_head);
   float total[kColumns];
   for (int h = 0; h < heads; ++h)
-    total[h] = softmax(logits + h, kColumns, keys.count, keys.padded_count, shape.scale,
-                       scratch, weights.row(h));
+    total[h] = softmax(by_head + size_t(h) * keys.padded_count, keys.count,
+                       keys.padded_count, weights.row(h));
   size_t n = shape.kv_lora;
   float* sums = take_floats(arena, heads * n);
   Gemm mix = {weights.data, weights.stride, heads, {keys.values, keys.padded_count, int(n)},
@@ -248,7 +276,7 @@ inline int take_segments(const Panel& panel, int begin, int end, Arena* arena,
     int last = min_int(end, step.row_begin[request + 1] - panel.begin);
     Segment segment = {request, row, min_int(last, row + kSegmentRows),
                        step.first_visible[request] + call_row - step.row_begin[request],
-                       nullptr, 0};
+                       nullptr, 0, nullptr};
     if (segment.num_positions() > call.layer.shape.index_topk) {
       segment.stride = round_up(segment.num_positions(), 16);
       size_t size = size_t(segment.end - segment.begin) * segment.stride;
@@ -260,6 +288,30 @@ inline int take_segments(const Panel& panel, int begin, int end, Arena* arena,
     row = segment.end;
   }
   return row;
+}
+
+// Decodes the contexts whose keys the rows use more than once on average.
+template <class G>
+void decode_contexts(const Threads& threads, const Panel& panel, Segment* segments,
+                     int count) {
+  const AttentionCall& call = *panel.call;
+  LatentRow format = latent_row(call.layer.shape);
+  for (int first = 0, next; first < count; first = next) {
+    for (next = first; next < count; ++next)
+      if (segments[next].request != segments[first].request) break;
+    int rows = segments[next - 1].end - segments[first].begin;
+    int positions = segments[next - 1].num_positions();
+    size_t uses = size_t(rows) * min_int(positions, call.layer.shape.index_topk);
+    if (uses <= size_t(positions) || positions > kMaxDecoded) continue;
+    Rows keys = take_rows(threads.shared, positions, call.layer.shape.key_dim());
+    for_rows(threads, positions, size_t(format.bytes()), [&](Range range, Arena*) {
+      for (int i = range.begin; i < range.end; ++i) {
+        int64_t slot = call.step.slot(segments[first].request, i);
+        format.template read<G>(call.latent_cache + slot * format.bytes(), keys.row(i));
+      }
+    });
+    for (int s = first; s < next; ++s) segments[s].decoded = keys.data;
+  }
 }
 
 template <class G>
@@ -291,6 +343,7 @@ void attend_rows(const Threads& threads, const Panel& panel, int begin, int end)
   while (begin < end) {
     int count;
     int next = take_segments(panel, begin, end, threads.shared, segments, &count);
+    decode_contexts<G>(threads, panel, segments, count);
     score_segments<G>(threads, panel, segments, count);
     int first = begin;
     size_t work = size_t(shape.index_topk) * shape.key_dim() * (1 + shape.heads / 8);
@@ -298,7 +351,7 @@ void attend_rows(const Threads& threads, const Panel& panel, int begin, int end)
       Arena::Mark mine = arena->mark();
       int row = first + item, s = 0;
       while (segments[s].end <= row) ++s;
-      ChosenKeys keys = gather_keys(call, segments[s], row, arena);
+      ChosenKeys keys = gather_keys<G>(call, segments[s], row, arena);
       for (int head = 0; head < shape.heads; head += kColumns)
         attend_heads<G>(panel, row, head, min_int(kColumns, shape.heads - head), keys,
                         arena);

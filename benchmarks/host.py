@@ -1,0 +1,185 @@
+"""What a layer costs the host: attention, norms, router and shared expert.
+
+MoE layers in the bundled model's sizes with random weights, one after the other as in
+a step, so that their weights do not stay in the L2 cache; the ducks answer at once.
+The peer is the same layer in torch (bf16, oneDNN), on the same number of threads.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from benchmarks.common import MODEL_DIR, Result, main
+from tests.models import torch_host
+from tests.models.conftest import BLOCK_SIZE, PagedWorld, make_batch
+from vllm_duck.executor.duck import MoeRequest
+from vllm_duck.models.batch import AttentionBatch
+from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.models.host import configure, finish_loading
+from vllm_duck.models.layer import DecoderLayer, run_layers
+from vllm_duck.models.rope import Rope
+
+NUM_LAYERS = 4
+# (new tokens, context behind them)
+CASES = ((1, 511), (2, 510), (64, 448), (512, 0), (2048, 0))
+
+
+@dataclass
+class InstantDucks:
+    """Answers zeros at once."""
+
+    shape: tuple[int, ...] = (0, 0)
+
+    def start(self, request: MoeRequest) -> "InstantDucks":
+        return InstantDucks(request.hidden.shape)
+
+    def result(self) -> np.ndarray:
+        return np.zeros(self.shape, np.float32)
+
+
+@dataclass
+class Step:
+    hidden: Tensor
+    rotations: Tensor
+    batch: AttentionBatch
+
+
+class TorchLayer:
+    """The peer: the same weights in torch."""
+
+    def __init__(self, dims: Dimensions, layer: DecoderLayer, num_slots: int) -> None:
+        weights = {
+            name.removeprefix("x.").removeprefix("self_attn."): view.clone()
+            for name, view in layer.checkpoint_views("x")
+        }
+        self.dims = dims
+        self.router = weights["mlp.gate.weight"]
+        self.bias = weights["mlp.gate.e_score_correction_bias"]
+        shared = "mlp.shared_experts"
+        self.gate_up = torch.cat(
+            [weights[f"{shared}.{name}_proj.weight"] for name in ("gate", "up")]
+        )
+        self.down = weights[f"{shared}.down_proj.weight"]
+        self.attention = torch_host.TorchAttention(
+            dims,
+            weights,
+            latent_format=layer.attention.latent_cache.format,
+            index_format=layer.attention.index_cache.format,
+            num_slots=num_slots,
+            dtype=torch.bfloat16,
+            choose=choose_fast,
+        )
+
+    def __call__(self, step: Step) -> Tensor:
+        residual, normed = self.attention(step.hidden, step.rotations, step.batch)
+        torch_host.route(self.dims, self.router, self.bias, normed)
+        return residual + torch_host.mlp(normed, self.gate_up, self.down)
+
+
+def choose_fast(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
+    """As torch_host.choose, without its rule for equal scores."""
+    is_visible = torch.arange(scores.shape[1]) < visible[:, None]
+    if scores.shape[1] <= topk:
+        return is_visible
+    chosen = scores.masked_fill_(~is_visible, float("-inf")).topk(topk, sorted=False)
+    return torch.zeros_like(is_visible).scatter_(1, chosen.indices, True) & is_visible
+
+
+def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
+    dims = Dimensions.from_hf_config(AutoConfig.from_pretrained(model_dir))
+    num_blocks = 4096 // BLOCK_SIZE
+    layers, peers = _make_layers(dims, num_blocks)
+    rope = Rope(dims.rope, dims.qk_rope_head_dim)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        configure(num_threads)
+        for new, context in CASES:
+            torch.manual_seed(0)
+            table = torch.randperm(num_blocks)[None]
+            _fill(layers, peers, dims, rope, table, context)
+            step = _step(dims, rope, table, new, context)
+            repeats = max(3, (60 if quick else 300) // max(1, new // 16))
+            ours_us, peer_us = _best_us(
+                lambda step=step: run_layers(
+                    layers, step.hidden, step.rotations, step.batch
+                ),
+                lambda step=step: [peer(step) for peer in peers],
+                repeats,
+            )
+            yield Result(
+                f"{new} tokens after {context}, {num_threads} threads",
+                "a layer on the host",
+                ours_us / NUM_LAYERS,
+                "us",
+                "torch",
+                peer_us / NUM_LAYERS,
+            )
+
+
+def _make_layers(
+    dims: Dimensions, num_blocks: int
+) -> tuple[list[DecoderLayer], list[TorchLayer]]:
+    world = PagedWorld(num_blocks)
+    layers, peers = [], []
+    torch.manual_seed(0)
+    with world.building():
+        for layer_idx in range(dims.first_k_dense_replace, NUM_LAYERS + 1):
+            layer = DecoderLayer(dims, layer_idx, "fp8", f"layers.{layer_idx}")
+            for name, view in layer.checkpoint_views("x"):
+                is_norm = "norm" in name and name.endswith("weight")
+                view.normal_(std=0.05).add_(1.0 if is_norm else 0.0)
+            peers.append(TorchLayer(dims, layer, num_blocks * BLOCK_SIZE))
+            finish_loading(layer)
+            layer.mlp.ducks = InstantDucks()
+            layers.append(layer)
+    world.allocate()
+    return layers, peers
+
+
+def _step(dims: Dimensions, rope: Rope, table: Tensor, new: int, context: int) -> Step:
+    return Step(
+        torch.randn(new, dims.hidden_size).bfloat16(),
+        rope.rotations(torch.arange(context, context + new)),
+        make_batch([new], [context + new], table),
+    )
+
+
+def _fill(
+    layers: list[DecoderLayer],
+    peers: list[TorchLayer],
+    dims: Dimensions,
+    rope: Rope,
+    table: Tensor,
+    context: int,
+) -> None:
+    """Give the caches of both their context."""
+    if not context:
+        return
+    step = _step(dims, rope, table, context, 0)
+    for layer, peer in zip(layers, peers, strict=True):
+        layer.start(step.hidden, step.rotations, step.batch)
+        peer(step)
+
+
+def _best_us(
+    ours: Callable[[], object], peer: Callable[[], object], repeats: int
+) -> tuple[float, float]:
+    """The fastest of some runs, alternately, since other work shares the machine."""
+    best = [float("inf")] * 2
+    with torch.inference_mode():
+        for _ in range(repeats):
+            for which, function in enumerate((ours, peer)):
+                start_s = time.perf_counter()
+                function()
+                best[which] = min(best[which], time.perf_counter() - start_s)
+    return best[0] * 1e6, best[1] * 1e6
+
+
+if __name__ == "__main__":
+    main("host", run, __doc__)
