@@ -74,7 +74,7 @@ class DuckInfo:
     n_routed_experts: int
     # "e4m3-block128" or "bf16".
     weight_format: str
-    # The instruction set the kernel chose: "avx512_bf16", "avx512", "avx2", "portable".
+    # The instruction set the kernel chose: "amx", "avx512", "avx2", "portable".
     isa: str
     num_threads: int
     weight_bytes: int
