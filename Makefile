@@ -1,5 +1,5 @@
 # make demo    the main job: vLLM with local ducks and the bundled model
-# make test    the tests
+# make test    the tests; make test-all adds the slow ones (a quarter of an hour)
 # make check   formatting, lint, types
 # make bench   every benchmark, ours beside its peers, as a table
 # make proto   regenerate the wire code from protos/
@@ -13,13 +13,16 @@ BENCH_FLAGS ?= --quick
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test check bench proto venv clean
+.PHONY: demo test test-all check bench proto venv clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m ""
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -18,7 +18,7 @@ from tests.spec_decode.engines import (
     start,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 MAX_MODEL_LEN = 64
 NUM_SCHEDULES = 500

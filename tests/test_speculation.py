@@ -23,7 +23,7 @@ from tests.spec_decode.engines import (
 )
 from vllm_duck.spec_decode.shadow import Shadow
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
