@@ -1,4 +1,4 @@
-// The host's compute for AMX: AVX-512 with tiles for the GEMMs.
+// The host's compute for AMX: AVX-512 (with BF16) and tiles for the GEMMs.
 #include "calls.h"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include <cstring>
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
 
 #include "amx_probe.h"
 #include "attend.h"
@@ -22,7 +22,8 @@ struct AmxKernels : AmxGemm, Avx512Decode {};
 
 const duck::host::Calls* duck::host::amx_calls() {
   static const Calls calls = calls_of<AmxKernels>("amx");
-  bool usable = avx512_calls() && amx_is_usable();
+  bool usable =
+      avx512_calls() && __builtin_cpu_supports("avx512bf16") && amx_is_usable();
   return usable ? &calls : nullptr;
 }
 #else

@@ -2,6 +2,8 @@
 // Include after the target pragma of the source that uses it.
 #pragma once
 
+#include <immintrin.h>
+
 #include "amx_tiles.h"
 #include "gemm.h"
 
@@ -23,10 +25,9 @@ struct AmxGemm {
       for (int row = rows.begin; row < rows.end; row += 2 * per_tile) {
         int num_rows = min_int(2 * per_tile, rows.end - row);
         int row_tiles = num_rows > per_tile ? 2 : 1;
+        bool is_whole = (group + num_groups) * kColumns <= gemm.b.n;
         // Whole tiles of fp32 go straight to where they belong.
-        bool is_whole = gemm.out == Out::kFloat && num_rows == row_tiles * per_tile &&
-                        (group + num_groups) * kColumns <= gemm.b.n;
-        if (is_whole) {
+        if (is_whole && gemm.out == Out::kFloat && num_rows == row_tiles * per_tile) {
           float* out = static_cast<float*>(gemm.c) + row * gemm.c_stride;
           multiply_any(gemm, row, per_tile, row_tiles, group, num_groups,
                        {out + group * kColumns, gemm.c_stride});
@@ -34,7 +35,10 @@ struct AmxGemm {
         }
         multiply_any(gemm, row, per_tile, row_tiles, group, num_groups,
                      {c, kBlockStride});
-        finish_block(gemm, row, num_rows, group, num_groups, c);
+        if (is_whole && gemm.out == Out::kBf16 && num_groups == 2)
+          store_bf16(gemm, row, num_rows, group, c);
+        else
+          finish_block(gemm, row, num_rows, group, num_groups, c);
       }
     }
     tile_release();
@@ -60,6 +64,17 @@ struct AmxGemm {
     else
       num_groups == 2 ? multiply<1, 2>(a, stride, b, k_tiles, per_tile, c)
                       : multiply<1, 1>(a, stride, b, k_tiles, per_tile, c);
+  }
+
+  // finish_block for two whole groups of bf16. The rounding is bf16_from_float's: sums
+  // are never denormal, and of a NaN only the payload may differ.
+  static void store_bf16(const Gemm& gemm, int row, int num_rows, int group,
+                         const float* c) {
+    auto* out = static_cast<uint16_t*>(gemm.c) + row * gemm.c_stride + group * kColumns;
+    for (int r = 0; r < num_rows; ++r, out += gemm.c_stride, c += kBlockStride) {
+      __m512 low = _mm512_load_ps(c), high = _mm512_load_ps(c + kColumns);
+      _mm512_storeu_si512(out, __m512i(_mm512_cvtne2ps_pbh(high, low)));
+    }
   }
 
   template <int kRowTiles, int kGroups>

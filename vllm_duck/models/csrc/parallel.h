@@ -94,14 +94,16 @@ struct Rows {
   uint16_t* row(int r) const { return data + r * stride; }
 };
 
-// Rows of `size` values each; the padding behind them is zero.
+// Rows of `size` values each; the padding behind them is zero. An odd number of cache
+// lines from row to row: a power of two would map a tile's rows to one cache set.
 inline Rows take_rows(Arena* arena, int rows, int size) {
-  size_t stride = round_up(size, kTileK);
+  size_t padded_size = round_up(size, kTileK);
+  size_t stride = padded_size / kTileK % 2 ? padded_size : padded_size + kTileK;
   auto* data = static_cast<uint16_t*>(
       arena->take(sizeof(uint16_t) * stride * (rows + kSlackRows)));
-  if (stride != size_t(size))
+  if (padded_size != size_t(size))
     for (int r = 0; r < rows; ++r)
-      std::memset(data + r * stride + size, 0, sizeof(uint16_t) * (stride - size));
+      std::memset(data + r * stride + size, 0, sizeof(uint16_t) * (padded_size - size));
   return {data, stride};
 }
 

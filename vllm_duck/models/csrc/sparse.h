@@ -153,19 +153,16 @@ inline int choose_positions(const Segment& segment, int row, int topk, Arena* ar
   return topk;
 }
 
+// Tile by tile: neighbours in `out` are then written one after the other.
 inline void pack_values(const Rows& keys, int padded_count, int dim, uint16_t* out) {
-  int k_tiles = padded_count / kTileK;
-  for (int pair = 0; pair < padded_count / 2; ++pair) {
-    const uint16_t *even = keys.row(2 * pair), *odd = keys.row(2 * pair + 1);
-    uint16_t* to = out + size_t(pair / 16) * kTileElements + pair % 16 * 2 * kColumns;
-    for (int first = 0; first < dim; first += kColumns) {
-      uint16_t* column = to + size_t(first / kColumns) * k_tiles * kTileElements;
+  for (int first = 0; first < dim; first += kColumns)
+    for (int pair = 0; pair < padded_count / 2; ++pair, out += 2 * kColumns) {
+      const uint16_t* even = keys.row(2 * pair) + first;
+      const uint16_t* odd = keys.row(2 * pair + 1) + first;
       uint32_t both[kColumns];
-      for (int i = 0; i < kColumns; ++i)
-        both[i] = even[first + i] | uint32_t(odd[first + i]) << 16;
-      std::memcpy(column, both, sizeof both);
+      for (int i = 0; i < kColumns; ++i) both[i] = even[i] | uint32_t(odd[i]) << 16;
+      std::memcpy(out, both, sizeof both);
     }
-  }
 }
 
 template <class G>
@@ -177,11 +174,13 @@ ChosenKeys gather_keys(const AttentionCall& call, const Segment& segment, int ro
   auto* positions = static_cast<int32_t*>(arena->take(sizeof(int32_t) * most));
   int count = choose_positions(segment, row, shape.index_topk, arena, positions);
   int padded_count = round_up(count, kTileK);
+  int padded_dim = round_up(shape.key_dim(), kTileK);
   Rows rows = take_rows(arena, padded_count, shape.key_dim());
   for (int i = 0; i < count; ++i) {
     if (segment.decoded) {
-      std::memcpy(rows.row(i), segment.decoded + positions[i] * rows.stride,
-                  sizeof(uint16_t) * rows.stride);
+      const uint16_t* key = segment.decoded + positions[i] * rows.stride;
+      for (int k = 0; k < padded_dim; k += kTileK)
+        store_lanes(rows.row(i) + k, load_lanes(key + k));
       continue;
     }
     int64_t slot = call.step.slot(segment.request, positions[i]);
