@@ -1,5 +1,7 @@
 """A row's bits are its own: whatever the company, the threads, the instruction set."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,11 @@ ISAS = _host.supported_isas()
 MACHINES = [(threads, name) for threads in (1, 2, 3) for name in ISAS]
 # (out, in): full tiles; neither full; fewer than a tile; a fused down projection.
 SIZES = [(64, 64), (33, 72), (4, 40), (964, 256)]
+
+
+def all_threads(num_threads, name):
+    """However small the work."""
+    return using(num_threads, name, work_per_thread=1)
 
 
 def bits(x):
@@ -69,7 +76,7 @@ def test_a_linear_adds_in_the_documented_order(size, name):
 def test_a_linear_gives_a_row_the_same_bits_in_any_company(machine):
     linear, _ = make_linear(964, 256)
     x = torch.randn(70, 256).bfloat16()
-    with using(*machine):
+    with all_threads(*machine):
         together = linear(x)
         for begin, end in [(0, 1), (1, 3), (3, 20), (20, 37), (37, 70)]:
             assert torch.equal(linear(x[begin:end]), together[begin:end])
@@ -108,7 +115,7 @@ def test_the_other_modules_give_the_same_bits_everywhere():
     with using(1, "portable"):
         expected = run_modules(modules, x)
     for machine in MACHINES:
-        with using(*machine):
+        with all_threads(*machine):
             for begin, end in [(0, 600), (0, 1), (17, 19), (30, 64)]:
                 got = run_modules(modules, x[begin:end])
                 for part, whole in zip(got, expected, strict=True):
@@ -235,7 +242,7 @@ def test_chunks_company_threads_and_isa_leave_attention_s_bits_alone(kv_dtype):
     with using(1, "portable"):
         alone = [feed(ours, world, [s], [[len(s)]])[0] for s in sequences]
     for machine in MACHINES:
-        with using(*machine):
+        with all_threads(*machine):
             mixed = feed(ours, world, sequences, CHUNKS)
             together = feed(ours, world, sequences, [lengths])
         for r, expected in enumerate(alone):
@@ -307,13 +314,34 @@ def test_many_heads_match_the_reference(name, kv_dtype):
         num_slots=world.num_blocks * BLOCK_SIZE,
     )
     expected, _ = reference(hidden.float(), rotations, batch)
-    with using(2, name):
+    with all_threads(2, name):
         residual, _ = ours(hidden, rotations, batch)
     errors = (residual.float() - expected).norm(dim=1)
     errors /= (expected - hidden.float()).norm(dim=1)
     # Roundings of queries and weights to bf16; near-ties of the selection in a few.
     assert errors.median() < 0.02
     assert (errors > 0.1).float().mean() < 0.15
+
+
+def test_few_rows_share_their_heads_out_without_a_trace():
+    config = make_config(num_attention_heads=40, num_key_value_heads=40)
+    _, ours, world = make_pair(config)
+    sequences = [torch.randn(5 * TOPK, 128).bfloat16()]
+    with using(1):
+        (expected,) = feed(ours, world, sequences, [[5 * TOPK]])
+    for num_threads in (2, 3, 7):
+        with all_threads(num_threads, ""):
+            steps = [[5 * TOPK - 3], [1], [2]]
+            assert torch.equal(feed(ours, world, sequences, steps)[0], expected)
+
+
+def test_calls_from_several_threads_take_turns():
+    linear, _ = make_linear(964, 256)
+    x = torch.randn(64, 256).bfloat16()
+    expected = linear(x)
+    with all_threads(2, ""), ThreadPoolExecutor(4) as callers:
+        results = list(callers.map(linear, [x[:n] for n in (1, 7, 64) * 20]))
+    assert all(torch.equal(got, expected[: len(got)]) for got in results)
 
 
 def test_what_cannot_run_is_refused(monkeypatch):

@@ -25,6 +25,9 @@ ISA_ENV = "VLLM_DUCK_ISA"
 # A C++ object: packed weights, a batch, the threads.
 Handle: TypeAlias = object
 
+# Waking a sleeping thread takes about 50 us, in which one thread reads 1 MB of weights.
+WORK_PER_THREAD = 1 << 20
+
 _current: Handle | None = None
 
 
@@ -43,14 +46,19 @@ def finish_loading(model: nn.Module) -> None:
             module.finish_loading()
 
 
-def configure(num_threads: int, isa: str = "") -> None:
+def configure(
+    num_threads: int, isa: str = "", *, work_per_thread: int = WORK_PER_THREAD
+) -> None:
     """Choose the threads, caller included, and the instruction set; "" is the best.
+
+    A call uses one more thread for each `work_per_thread` bytes of weights it reads.
 
     Raises:
         DuckConfigError: no such instruction set here, or no thread.
     """
     global _current
-    _current = _make(num_threads, isa or os.environ.get(ISA_ENV, ""))
+    isa = isa or os.environ.get(ISA_ENV, "")
+    _current = _make(num_threads, isa, work_per_thread)
 
 
 def current() -> Handle:
@@ -62,11 +70,13 @@ def current() -> Handle:
 
 
 @contextmanager
-def using(num_threads: int, isa: str = "") -> Iterator[None]:
+def using(
+    num_threads: int, isa: str = "", *, work_per_thread: int = WORK_PER_THREAD
+) -> Iterator[None]:
     """`configure` for a while."""
     global _current
     before = _current
-    configure(num_threads, isa)
+    configure(num_threads, isa, work_per_thread=work_per_thread)
     try:
         yield
     finally:
@@ -91,10 +101,10 @@ def require_rows(name: str, x: Tensor, size: int) -> Tensor:
     return x.contiguous()
 
 
-def _make(num_threads: int, name: str) -> Handle:
+def _make(num_threads: int, name: str, work_per_thread: int) -> Handle:
     if num_threads < 1:
         raise DuckConfigError(f"num_threads must be >= 1, got {num_threads}")
-    host = _host.host_new(num_threads, name)
+    host = _host.host_new(num_threads, name, work_per_thread)
     if host is None:
         raise DuckConfigError(
             f"{ISA_ENV} must be one of {', '.join(_host.supported_isas())} on this "

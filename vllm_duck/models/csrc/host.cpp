@@ -16,8 +16,11 @@ const Calls* find_calls(const std::string& name) {
   return nullptr;
 }
 
-Host::Host(const Calls* calls, int num_threads)
-    : calls_(calls), pool_(num_threads, {}), workers_(num_threads) {}
+Host::Host(const Calls* calls, int num_threads, size_t work_per_thread)
+    : calls_(calls),
+      pool_(num_threads, {}),
+      workers_(num_threads),
+      work_per_thread_(work_per_thread) {}
 
 void Host::reset() {
   shared_.reset();

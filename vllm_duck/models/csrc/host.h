@@ -19,7 +19,7 @@ const Calls* find_calls(const std::string& name);
 
 class Host {
  public:
-  Host(const Calls* calls, int num_threads);
+  Host(const Calls* calls, int num_threads, size_t work_per_thread);
 
   const char* isa() const { return calls_->name; }
   int num_threads() const { return pool_.num_threads(); }
@@ -28,7 +28,7 @@ class Host {
   void run(void (*Calls::*entry)(const Threads&, const Call&), const Call& call) {
     std::lock_guard<std::mutex> lock(mutex_);
     FlushDenormals flush;
-    (calls_->*entry)({&pool_, &shared_, workers_.data()}, call);
+    (calls_->*entry)({&pool_, &shared_, workers_.data(), work_per_thread_}, call);
     reset();
   }
 
@@ -40,6 +40,7 @@ class Host {
   std::mutex mutex_;
   Arena shared_;
   std::vector<Arena> workers_;
+  size_t work_per_thread_;
 };
 
 }  // namespace host

@@ -158,10 +158,11 @@ PyObject* host_new(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
   Arguments args(argv, argc);
   int num_threads = args.integer();
   const char* isa = args.text();
+  int work_per_thread = args.integer();
   if (!args.done()) return nullptr;
   const Calls* calls = find_calls(isa);
   if (!calls) Py_RETURN_NONE;
-  return new_object<Host>(args, [&] { return new Host(calls, num_threads); });
+  return new_object<Host>(args, [&] { return new Host(calls, num_threads, work_per_thread); });
 }
 
 PyObject* host_isa(PyObject*, PyObject* capsule) {

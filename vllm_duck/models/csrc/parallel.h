@@ -9,13 +9,9 @@ namespace duck {
 namespace host {
 namespace {
 
-// Below this much work, waking another thread costs more than it saves. The unit is
-// the byte of weights read; a row adds an eighth of its share of the reading.
-constexpr size_t kWorkPerThread = 256 << 10;
-
 inline int num_workers(const Threads& threads, size_t work, int max_shares) {
   int count = min_int(threads.count(), max_shares);
-  size_t wanted = 1 + work / kWorkPerThread;
+  size_t wanted = 1 + work / threads.work_per_thread;
   return wanted < size_t(count) ? int(wanted) : max_int(count, 1);
 }
 
@@ -50,6 +46,7 @@ void for_items(const Threads& threads, int items, size_t item_bytes, const Body&
   });
 }
 
+// Reading a weight counts its two bytes, using it for a row a quarter of one.
 inline size_t gemm_work(const Gemm& gemm) {
   return size_t(gemm.b.k) * gemm.b.n * (2 + size_t(gemm.rows) / 4);
 }

@@ -331,11 +331,32 @@ void score_segments(const Threads& threads, const Panel& panel, const Segment* s
   });
 }
 
+// Attends rows [begin, end), which the segments cover; the heads of few rows are shared
+// out too, each share with its own copy of the keys.
+template <class G>
+void attend_segments(const Threads& threads, const Panel& panel, const Segment* segments,
+                     int begin, int end) {
+  const AttentionShape& shape = panel.call->layer.shape;
+  int rows = end - begin, groups = (shape.heads + kColumns - 1) / kColumns;
+  int shares = max_int(1, min_int(groups, threads.count() / rows));
+  size_t work = size_t(shape.index_topk) * shape.key_dim() * (1 + shape.heads / 8);
+  for_items(threads, rows * shares, work / shares, [&](int item, Arena* arena) {
+    Arena::Mark mark = arena->mark();
+    int row = begin + item / shares, s = 0;
+    while (segments[s].end <= row) ++s;
+    ChosenKeys keys = gather_keys<G>(*panel.call, segments[s], row, arena);
+    Range mine = share(groups, 1, item % shares, shares);
+    for (int g = mine.begin; g < mine.end; ++g) {
+      int head = g * kColumns, heads = min_int(kColumns, shape.heads - head);
+      attend_heads<G>(panel, row, head, heads, keys, arena);
+    }
+    arena->release(mark);
+  });
+}
+
 // Attends the panel's rows [begin, end), all of which belong to requests.
 template <class G>
 void attend_rows(const Threads& threads, const Panel& panel, int begin, int end) {
-  const AttentionCall& call = *panel.call;
-  const AttentionShape& shape = call.layer.shape;
   Arena::Mark mark = threads.shared->mark();
   auto* segments = static_cast<Segment*>(
       threads.shared->take(sizeof(Segment) * (end - begin)));
@@ -344,18 +365,7 @@ void attend_rows(const Threads& threads, const Panel& panel, int begin, int end)
     int next = take_segments(panel, begin, end, threads.shared, segments, &count);
     decode_contexts<G>(threads, panel, segments, count);
     score_segments<G>(threads, panel, segments, count);
-    int first = begin;
-    size_t work = size_t(shape.index_topk) * shape.key_dim() * (1 + shape.heads / 8);
-    for_items(threads, next - first, work, [&](int item, Arena* arena) {
-      Arena::Mark mine = arena->mark();
-      int row = first + item, s = 0;
-      while (segments[s].end <= row) ++s;
-      ChosenKeys keys = gather_keys<G>(call, segments[s], row, arena);
-      for (int head = 0; head < shape.heads; head += kColumns)
-        attend_heads<G>(panel, row, head, min_int(kColumns, shape.heads - head), keys,
-                        arena);
-      arena->release(mine);
-    });
+    attend_segments<G>(threads, panel, segments, begin, next);
     begin = next;
   }
   threads.shared->release(mark);

@@ -11,6 +11,8 @@ struct Threads {
   Pool* pool;
   Arena* shared;   // the caller's
   Arena* workers;  // one for each thread of the pool
+  // A thread is worth waking for this much work, in bytes of weights read.
+  size_t work_per_thread;
 
   int count() const { return pool->num_threads(); }
 };
