@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import DeepseekV32Config
 
 from benchmarks.common import MODEL_DIR, Result, main
 from tests.models import torch_host
@@ -94,7 +94,7 @@ def choose_fast(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
 
 
 def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
-    dims = Dimensions.from_hf_config(AutoConfig.from_pretrained(model_dir))
+    dims = Dimensions.from_hf_config(DeepseekV32Config.from_pretrained(model_dir))
     num_blocks = 4096 // BLOCK_SIZE
     layers, peers = _make_layers(dims, num_blocks)
     rope = Rope(dims.rope, dims.qk_rope_head_dim)

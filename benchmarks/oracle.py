@@ -71,9 +71,11 @@ def write_dequantized(
 
 
 def load_transformers(checkpoint_dir: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import DeepseekV32ForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
+    # By its class: where vLLM is imported, transformers' Auto classes read this
+    # architecture as the dense DeepSeek-V3.
+    return DeepseekV32ForCausalLM.from_pretrained(
         checkpoint_dir, dtype=dtype, attn_implementation="eager"
     ).eval()
 

@@ -127,11 +127,11 @@ def print_losses(model: TinyModel, tokenizer: Tokenizer, corpus: Corpus) -> None
 
 def print_oracle(folder: Path, tokenizer: Tokenizer, corpus: Corpus) -> None:
     """Print how far transformers' fp32 logits are from ours."""
-    from transformers import AutoModelForCausalLM
+    from transformers import DeepseekV32ForCausalLM
 
     with tempfile.TemporaryDirectory() as copy:
         write_dequantized(folder, Path(copy))
-        oracle = AutoModelForCausalLM.from_pretrained(
+        oracle = DeepseekV32ForCausalLM.from_pretrained(
             copy, dtype=torch.float32, attn_implementation="eager"
         ).eval()
     model = read_model(folder, torch.float32)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import DeepseekV32ForCausalLM, PreTrainedModel
 
 from training.attention import AttentionPlan
 from training.corpus import Corpus
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def oracle(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     copy = tmp_path_factory.mktemp("bf16")
     write_dequantized(bundled, copy)
-    return AutoModelForCausalLM.from_pretrained(
+    # By its class: where vLLM is imported, transformers' Auto classes read this
+    # architecture as the dense DeepSeek-V3.
+    return DeepseekV32ForCausalLM.from_pretrained(
         copy, dtype=torch.float32, attn_implementation="eager"
     ).eval()
 
