@@ -103,6 +103,16 @@ def test_a_unix_socket_works_and_is_private_and_goes_away(
     assert not path.exists()
 
 
+def test_a_call_is_done_when_its_result_is_there(start_server, connect):
+    gate = Gate()
+    pending = connect(start_server(gate).endpoint).start(make_request())
+    assert gate.has_begun.wait(30)
+    assert not pending.is_done()
+    gate.may_end.set()
+    pending.result()
+    assert pending.is_done()
+
+
 def test_several_calls_in_flight_find_their_own_replies(start_server, connect):
     duck = connect(start_server().endpoint, reply_dtype="fp32")
     requests = [make_request(1 + seed % 3, seed=seed) for seed in range(100)]

@@ -115,6 +115,9 @@ def test_statistics_are_medians_of_each_duck():
             partial = np.zeros((1, 1), np.float32)
 
             class Ready:
+                def is_done(self):
+                    return True
+
                 def result(self):
                     queue_us, compute_us, rtt_us = times
                     return MoeReply(partial, queue_us, compute_us, rtt_us)

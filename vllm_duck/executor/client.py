@@ -254,6 +254,9 @@ class _Pending:
         self._done.acquire()
         self.start_ns = time.perf_counter_ns()
 
+    def is_done(self) -> bool:
+        return self._outcome is not None
+
     def result(self) -> MoeReply:
         passed_s = (time.perf_counter_ns() - self.start_ns) / 1e9
         if not self._done.acquire(timeout=max(0.0, self._deadline_s - passed_s)):

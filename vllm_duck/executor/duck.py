@@ -157,6 +157,10 @@ MoeFunction: TypeAlias = Callable[[MoeRequest, ReplyDtype], Partial]
 class PendingReply(Protocol):
     """A call in flight."""
 
+    def is_done(self) -> bool:
+        """Whether result() would return or raise at once."""
+        ...
+
     def result(self) -> MoeReply:
         """Wait for the reply.
 

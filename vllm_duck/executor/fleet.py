@@ -192,6 +192,10 @@ class PendingSum:
         self._logs = logs
         self._replies: list[MoeReply] | None = None
 
+    def is_done(self) -> bool:
+        """Whether result() would return or raise at once."""
+        return all(pending.is_done() for pending in self._pendings)
+
     def replies(self) -> list[MoeReply]:
         """Wait for all ducks; their replies in duck order.
 

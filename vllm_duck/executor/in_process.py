@@ -60,5 +60,8 @@ class _Ready:
     def __init__(self, reply: MoeReply) -> None:
         self._reply = reply
 
+    def is_done(self) -> bool:
+        return True
+
     def result(self) -> MoeReply:
         return self._reply

@@ -19,6 +19,9 @@ class DoneLayer:
 
     hidden: Tensor
 
+    def is_done(self) -> bool:
+        return True
+
     def result(self) -> Tensor:
         return self.hidden
 

@@ -19,6 +19,10 @@ from vllm_duck.models.linear import Bits, Floats, Mlp, weight_parameter
 class PendingSum(Protocol):
     """Calls to every duck, in flight."""
 
+    def is_done(self) -> bool:
+        """Whether result() would return or raise at once."""
+        ...
+
     def result(self) -> Floats:
         """Wait; returns the ducks' partial sums added up, [T, H] float32."""
         ...
@@ -83,6 +87,9 @@ class PendingMoe:
     residual: Tensor
     shared: Floats
     routed: PendingSum
+
+    def is_done(self) -> bool:
+        return self.routed.is_done()
 
     def result(self) -> Tensor:
         """Wait for the ducks; returns the layer's output [T, H] bf16, rounded once."""
