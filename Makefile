@@ -1,5 +1,5 @@
 # make demo    the main job: vLLM with local ducks and the bundled model
-# make test    the tests; make test-all adds the slow ones (a quarter of an hour)
+# make test    the tests (about ten minutes on two cores)
 # make check   formatting, lint, types
 # make bench   every benchmark, ours beside its peers, as a table
 # make proto   regenerate the wire code from protos/
@@ -13,16 +13,13 @@ BENCH_FLAGS ?= --quick
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check bench proto venv clean
+.PHONY: demo test check bench proto venv clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest
-
-test-all: $(READY)
-	$(BIN)/python -m pytest -m ""
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -37,9 +34,9 @@ proto: $(READY)
 
 venv: $(READY)
 
-$(READY): setup.py scripts/setup_venv.sh $(wildcard vllm_duck/executor/csrc/*)
+$(READY): setup.py scripts/setup_venv.sh $(wildcard vllm_duck/*/csrc/*)
 	PYTHON=$(PYTHON) scripts/setup_venv.sh $(VENV)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info vllm_duck/executor/*.so
+	rm -rf $(VENV) build *.egg-info vllm_duck/*/*.so

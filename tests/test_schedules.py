@@ -18,7 +18,7 @@ from tests.spec_decode.engines import (
     start,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 MAX_MODEL_LEN = 64
 NUM_SCHEDULES = 500
@@ -66,7 +66,6 @@ SAMPLINGS = (
 )
 
 
-@pytest.mark.slow
 def test_500_random_schedules_give_the_tokens_of_plain_decoding(
     plain, speculating, tiny_model
 ):

@@ -8,7 +8,7 @@ from openai import OpenAI
 
 from tests.test_serve import Server, start_server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 PROMPT = "Is 91 prime?\n"
 

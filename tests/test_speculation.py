@@ -23,7 +23,7 @@ from tests.spec_decode.engines import (
 )
 from vllm_duck.spec_decode.shadow import Shadow
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,6 @@ def test_greedy_answers_are_equal_alone_and_in_company(
     assert alone == expected
 
 
-@pytest.mark.slow
 def test_20_answers_of_256_tokens_are_equal_at_batch_1_and_8(
     plain, speculating, tiny_model
 ):

@@ -29,6 +29,9 @@ class DuckConfig:
     local_ducks: int = 2
     # Kernel threads of each local duck. None: the machine's CPUs over the ducks.
     local_threads: int | None = None
+    # Divide each step's tokens into two lanes: the host works on one while the ducks
+    # work on the other. false runs the same functions one after the other.
+    overlap: bool = True
     # Seconds a duck may take for one call. A 2048-row prefill chunk of the real
     # model takes seconds on a small CPU; a hang is longer.
     deadline_s: float = 60.0
@@ -105,7 +108,7 @@ class DuckConfig:
 
 
 _INTEGERS = ("local_ducks", "local_threads", "num_drafts")
-_BOOLEANS = ("mtp_shadow",)
+_BOOLEANS = ("mtp_shadow", "overlap")
 _NUMBERS = ("deadline_s", "connect_s")
 _OPTIONAL = ("local_threads", "tls_ca", "tls_cert", "tls_key", "token_file")
 

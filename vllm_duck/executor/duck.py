@@ -142,6 +142,17 @@ class MoeReply(NamedTuple):
     rtt_us: int
 
 
+class CallTimes(NamedTuple):
+    """One request at all ducks; of each time the slowest duck's, microseconds."""
+
+    # When it was sent, `time.perf_counter_ns`.
+    sent_ns: int
+    rtt_us: int
+    compute_us: int
+    # The way there and back: what is neither queue nor compute.
+    link_us: int
+
+
 class EncodedRequest(NamedTuple):
     """A MoeRequest as bytes, so that one encoding serves every duck of a fleet."""
 

@@ -22,6 +22,7 @@ from vllm_duck.executor.client import DEFAULT_DEADLINE_S, GrpcDuck
 from vllm_duck.executor.codec import encode_request
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
+    CallTimes,
     Duck,
     DuckInfo,
     ModelSummary,
@@ -183,7 +184,7 @@ class Fleet:
 class PendingSum:
     """One request in flight at all ducks."""
 
-    __slots__ = ("_logs", "_pendings", "_replies")
+    __slots__ = ("_logs", "_pendings", "_replies", "_sent_ns")
 
     def __init__(
         self, pendings: list[PendingReply], logs: tuple["_CallLog", ...]
@@ -191,6 +192,7 @@ class PendingSum:
         self._pendings = pendings
         self._logs = logs
         self._replies: list[MoeReply] | None = None
+        self._sent_ns = time.perf_counter_ns()
 
     def is_done(self) -> bool:
         """Whether result() would return or raise at once."""
@@ -207,6 +209,16 @@ class PendingSum:
             for log, reply in zip(self._logs, self._replies, strict=True):
                 log.add(reply)
         return self._replies
+
+    def times(self) -> CallTimes:
+        """Wait for all ducks; how long they took."""
+        replies = self.replies()
+        return CallTimes(
+            self._sent_ns,
+            max(r.rtt_us for r in replies),
+            max(r.compute_us for r in replies),
+            max(r.rtt_us - r.compute_us - r.queue_us for r in replies),
+        )
 
     def result(self) -> npt.NDArray[np.float32]:
         """Wait for all ducks; the sum of their partials [T, H], fresh and writable.

@@ -11,20 +11,26 @@ from vllm_duck.config import DuckConfig
 from vllm_duck.models.batch import current_batch
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import finish_loading
-from vllm_duck.models.kv_format import KvDtype
+from vllm_duck.models.lanes import run_in_lanes
 from vllm_duck.models.layer import DecoderLayer, run_layers
 from vllm_duck.models.linear import Norm
 from vllm_duck.models.lm_head import LmHead
 from vllm_duck.models.moe import Ducks, RemoteMoe
+from vllm_duck.models.overlap import OverlapMeter
 from vllm_duck.models.rope import Rope
 
 
 class Trunk(nn.Module):
-    def __init__(self, dims: Dimensions, kv_dtype: KvDtype, prefix: str) -> None:
+    def __init__(self, dims: Dimensions, config: DuckConfig, prefix: str) -> None:
         super().__init__()
+        self.num_dense_layers = dims.first_k_dense_replace
+        self.overlaps = config.overlap
+        self.meter = OverlapMeter()
         self.embed_tokens = VocabParallelEmbedding(dims.vocab_size, dims.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(dims, layer_idx, kv_dtype, f"{prefix}.layers.{layer_idx}")
+            DecoderLayer(
+                dims, layer_idx, config.kv_dtype, f"{prefix}.layers.{layer_idx}"
+            )
             for layer_idx in range(dims.num_hidden_layers)
         )
         self.norm = Norm(dims.hidden_size, dims.rms_norm_eps)
@@ -32,10 +38,21 @@ class Trunk(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """hidden [T, H] embeddings, positions [T] int64 -> [T, H], normed."""
-        layers = cast(list[DecoderLayer], self.layers)
+        layers = cast(list[DecoderLayer], list(self.layers))
         rotations = self.rope.rotations(positions)
         batch = current_batch(layers[0].attention.latent_cache.prefix)
-        return self.norm(run_layers(layers, hidden, rotations, batch))
+        # Dense layers have nothing to wait for: all rows at once read the weights once.
+        dense_layers = layers[: self.num_dense_layers]
+        hidden = run_layers(dense_layers, hidden, rotations, batch)
+        hidden = run_in_lanes(
+            layers[self.num_dense_layers :],
+            hidden,
+            rotations,
+            batch,
+            overlaps=self.overlaps,
+            meter=self.meter,
+        )
+        return self.norm(hidden)
 
 
 class DeepseekV32ForCausalLM(nn.Module):
@@ -49,7 +66,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         super().__init__()
         self.dims = Dimensions.from_hf_config(vllm_config.model_config.hf_config)
         config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
-        self.model = Trunk(self.dims, config.kv_dtype, "model")
+        self.model = Trunk(self.dims, config, "model")
         self.lm_head = LmHead(self.dims.vocab_size, self.dims.hidden_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:

@@ -1,16 +1,35 @@
 """One decoder layer, in two stages: what the host does, and the wait for the ducks."""
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
+from vllm_duck.executor.duck import CallTimes
 from vllm_duck.models.attention import SparseAttention
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_format import KvDtype
 from vllm_duck.models.linear import Mlp
-from vllm_duck.models.moe import PendingMoe, RemoteMoe
+from vllm_duck.models.moe import RemoteMoe
+
+
+class PendingLayer(Protocol):
+    """A layer whose stage 0 is done."""
+
+    def is_done(self) -> bool:
+        """Whether result() would return or raise at once."""
+        ...
+
+    def result(self) -> Tensor:
+        """Wait for stage 1; the layer's output [T, H] bf16."""
+        ...
+
+    def times(self) -> CallTimes:
+        """Wait for stage 1; how long it took."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -24,6 +43,9 @@ class DoneLayer:
 
     def result(self) -> Tensor:
         return self.hidden
+
+    def times(self) -> CallTimes:
+        return CallTimes(time.perf_counter_ns(), 0, 0, 0)
 
 
 class DecoderLayer(nn.Module):
@@ -40,7 +62,7 @@ class DecoderLayer(nn.Module):
 
     def start(
         self, hidden: Tensor, rotations: Tensor, batch: AttentionBatch
-    ) -> PendingMoe | DoneLayer:
+    ) -> PendingLayer:
         """Stage 0: hidden [T, H] through attention, router and shared expert.
 
         Stage 1 is `.result()`: it waits for the ducks and returns the layer's output.

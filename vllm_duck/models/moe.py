@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from vllm_duck.executor.duck import MoeRequest
+from vllm_duck.executor.duck import CallTimes, MoeRequest
 from vllm_duck.models import _host
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import Handle, HostModule, current
@@ -25,6 +25,10 @@ class PendingSum(Protocol):
 
     def result(self) -> Floats:
         """Wait; returns the ducks' partial sums added up, [T, H] float32."""
+        ...
+
+    def times(self) -> CallTimes:
+        """Wait; how long the ducks took."""
         ...
 
 
@@ -90,6 +94,9 @@ class PendingMoe:
 
     def is_done(self) -> bool:
         return self.routed.is_done()
+
+    def times(self) -> CallTimes:
+        return self.routed.times()
 
     def result(self) -> Tensor:
         """Wait for the ducks; returns the layer's output [T, H] bf16, rounded once."""

@@ -1,0 +1,166 @@
+"""Lanes: which rows go where, why a step stays whole, and that no bit changes."""
+
+import random
+
+import pytest
+import torch
+
+from tests.models.conftest import BLOCK_SIZE, make_batch
+from tests.models.test_attention import make_config
+from tests.models.test_host import make_pair
+from vllm_duck.models import lanes
+from vllm_duck.models.batch import AttentionBatch
+from vllm_duck.models.lanes import Split, split
+from vllm_duck.models.rope import Rope
+
+
+def cuts_of(halves: Split) -> list[list[int]]:
+    return [[r.num_rows for r in batch.requests] for batch in halves.batches]
+
+
+def blocks(*rows):
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def test_a_pair_is_cut_between_the_token_and_its_draft():
+    halves = split(make_batch([2], [40], blocks([0, 1, 2])), 2)
+    assert cuts_of(halves) == [[1], [1]]
+    assert halves.batches[0].requests[0].first_visible == 39
+    assert halves.batches[1].requests[0].first_visible == 40
+    assert halves.order is None
+
+
+def test_a_prompt_chunk_is_cut_in_halves():
+    halves = split(make_batch([31], [31], blocks([0, 1])), 31)
+    assert cuts_of(halves) == [[16], [15]]
+
+
+def test_requests_without_drafts_are_divided_whole():
+    batch = make_batch(
+        [1] * 5, [20] * 5, blocks(*[[2 * i, 2 * i + 1] for i in range(5)])
+    )
+    halves = split(batch, 5)
+    assert cuts_of(halves) == [[1, 1, 1], [1, 1]]
+    assert halves.order is None
+
+
+def test_a_mixed_batch_is_halved_by_tokens():
+    batch = make_batch([2, 1, 9], [20, 20, 9], blocks([0, 1], [2, 3], [4, 5]))
+    assert cuts_of(split(batch, 12)) == [[2, 1, 3], [6]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_rows", "reason"),
+    [
+        (make_batch([1], [9], blocks([0])), 1, "one token"),
+        (make_batch([2], [9], blocks([0])), 3, "padded step"),
+        (
+            # Two requests that read each other's blocks: no order is right.
+            make_batch([1, 1], [17, 17], blocks([0, 1], [1, 0])),
+            2,
+            "every request reads what another writes",
+        ),
+    ],
+)
+def test_a_step_stays_whole_for_a_reason(batch, num_rows, reason):
+    assert split(batch, num_rows) == reason
+
+
+def test_a_reader_of_blocks_written_in_this_step_is_in_the_last_lane():
+    """The reader comes first in the batch, and would be in the first lane by order."""
+    table = blocks([7, 8, 9, 10], [7, 8, 11, 12])
+    reader_first = make_batch([10, 40], [42, 40], table)
+    halves = split(reader_first, 50)
+    assert cuts_of(halves) == [[25], [10, 15]]
+    assert halves.batches[0].requests[0].first_visible == 1
+    rows = torch.arange(50)
+    first, second = halves.part(rows)
+    assert first.tolist() == list(range(10, 35))
+    assert second.tolist() == [*range(10), *range(35, 50)]
+    assert torch.equal(halves.join(first, second), rows)
+
+
+def test_blocks_of_earlier_steps_are_no_reason_to_wait():
+    table = blocks([7, 8, 9], [7, 8, 10])
+    batch = make_batch([4, 4], [40, 40], table)
+    assert cuts_of(split(batch, 8)) == [[4], [4]]
+
+
+def _first_layer_of_two(halves, hidden, rotations, ours) -> torch.Tensor:
+    parts = zip(
+        halves.part(hidden), halves.part(rotations), halves.batches, strict=True
+    )
+    return halves.join(*(ours(*part)[0] for part in parts))
+
+
+def test_without_the_guard_a_reader_would_see_unwritten_keys(monkeypatch):
+    """The reader comes first in the batch; what it reads is written by the second."""
+    _, ours, world = make_pair(make_config())
+    shared = torch.randn(32, 128).bfloat16()
+    hidden = torch.cat([torch.randn(30, 128).bfloat16(), shared])
+    positions = torch.tensor([*range(32, 62), *range(32)])
+    rotations = Rope(ours.dims.rope, 32).rotations(positions)
+    batch = make_batch([30, 32], [62, 32], blocks([0, 1, 2, 3], [0, 1, 4, 5]))
+
+    def attended(divided):
+        world.allocate()
+        if divided is None:
+            return ours(hidden, rotations, batch)[0]
+        return _first_layer_of_two(divided, hidden, rotations, ours)
+
+    whole = attended(None)
+    assert torch.equal(attended(split(batch, 62)), whole)
+    monkeypatch.setattr(lanes, "_same_step_readers", lambda batch: set())
+    assert not torch.equal(attended(split(batch, 62)), whole)
+
+
+def test_random_steps_are_divided_soundly():
+    rng = random.Random(0)
+    for _ in range(200):
+        batch = _random_step(rng)
+        halves = split(batch, batch.num_tokens)
+        if isinstance(halves, str):
+            continue
+        rows = torch.arange(batch.num_tokens)
+        parts = halves.part(rows)
+        assert torch.equal(halves.join(*parts), rows)
+        assert [len(part) for part in parts] == [b.num_tokens for b in halves.batches]
+        # What a lane sees was written by then: a row's own slot, or an earlier lane's.
+        written_at = {}
+        for lane, lane_batch in enumerate(halves.batches):
+            for slot in lane_batch.slots.tolist():
+                written_at[slot] = lane
+        for lane, lane_batch in enumerate(halves.batches):
+            for slot in _seen_slots(lane_batch):
+                assert written_at.get(slot, 0) <= lane
+
+
+def _random_step(rng) -> AttentionBatch:
+    """Requests with a shared beginning, some of which is written in this step."""
+    num_requests = rng.randrange(1, 5)
+    shared = rng.randrange(0, 4)
+    new, lens, table = [], [], []
+    own = 100
+    for i in range(num_requests):
+        total = rng.randrange(shared * BLOCK_SIZE + 1, 6 * BLOCK_SIZE)
+        # The first may write the shared blocks; others hit them.
+        context = rng.randrange(0, total) if i == 0 else shared * BLOCK_SIZE
+        new.append(total - context)
+        lens.append(total)
+        table.append([*range(shared), *range(own, own + 6 - shared)])
+        own += 6
+    order = list(range(num_requests))
+    rng.shuffle(order)
+    return make_batch(
+        [new[i] for i in order],
+        [lens[i] for i in order],
+        torch.tensor([table[i] for i in order], dtype=torch.int32),
+    )
+
+
+def _seen_slots(batch: AttentionBatch) -> set[int]:
+    seen = set()
+    for request, row in zip(batch.requests, batch.block_table.tolist(), strict=True):
+        for position in range(request.first_visible + request.num_rows - 1):
+            seen.add(row[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+    return seen

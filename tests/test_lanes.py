@@ -1,0 +1,104 @@
+"""Two lanes in a real engine: bit for bit what the serial schedule gives."""
+
+import pytest
+import torch
+
+from tests.spec_decode.engines import ask, make_prompts, runner_of, start
+from vllm_duck.models import lanes
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    return start(tiny_model, speculates=True, max_num_batched_tokens=256, block_size=16)
+
+
+@pytest.fixture
+def prompts(tiny_model):
+    return make_prompts(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def trunk(llm):
+    return runner_of(llm).model.model
+
+
+def _asked(llm, trunk, prompts, *, overlaps, **sampling):
+    """The answers, and the trunk's hidden states of every step, in two schedules."""
+    seen = []
+
+    def keep(module, arguments, hidden):
+        seen.append(hidden.clone())
+
+    trunk.overlaps = overlaps
+    llm.reset_prefix_cache()
+    hook = trunk.register_forward_hook(keep)
+    try:
+        return ask(llm, prompts, **sampling), seen
+    finally:
+        hook.remove()
+        trunk.overlaps = True
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0, "seed": 5}, {"logprobs": 3}], ids=str
+)
+@pytest.mark.parametrize("company", ["alone", "together"])
+def test_lanes_give_the_bits_of_the_serial_schedule(
+    llm, trunk, prompts, sampling, company
+):
+    asked = prompts if company == "together" else prompts[-1:]
+    before = trunk.meter.total.num_steps
+    expected, serial = _asked(llm, trunk, asked, overlaps=False, **sampling)
+    assert trunk.meter.total.num_steps == before
+    got, overlapped = _asked(llm, trunk, asked, overlaps=True, **sampling)
+    assert got == expected
+    assert len(overlapped) == len(serial)
+    for ours, theirs in zip(overlapped, serial, strict=True):
+        assert torch.equal(ours, theirs)
+    # Decoding pairs and prompt chunks alike; a rejected draft leaves single tokens.
+    assert trunk.meter.total.num_steps - before > len(overlapped) // 2
+
+
+def test_a_prefix_hit_in_the_step_that_writes_it_gives_the_same(
+    llm, trunk, prompts, monkeypatch
+):
+    """Three requests of one step, the later two on blocks that the first writes."""
+    found = []
+    find = lanes._same_step_readers
+
+    def keep(batch):
+        found.append(find(batch))
+        return found[-1]
+
+    monkeypatch.setattr(lanes, "_same_step_readers", keep)
+    shared = (prompts[0] * 9)[:64]
+    asked = [shared + prompts[1][:23], shared + prompts[2][:5], shared[:40]]
+    hits = []
+    for overlaps in (False, True):
+        answers, _ = _asked(llm, trunk, asked, overlaps=overlaps, max_tokens=30)
+        hits.append([answer.token_ids for answer in answers])
+    assert {1, 2} in found
+    assert hits[0] == hits[1]
+
+
+def test_the_reason_of_a_serial_step_is_counted(llm, trunk, prompts):
+    before = trunk.meter.serial_steps.copy()
+    _asked(llm, trunk, prompts[:1], overlaps=False, max_tokens=5)
+    ask(llm, [[5]], max_tokens=1)
+    counted = trunk.meter.serial_steps - before
+    assert counted["overlap is off"] >= 3
+    assert counted["one token"] == 1
+
+
+def test_the_sums_are_consistent(llm, trunk, prompts):
+    before = trunk.meter.total
+    ask(llm, prompts)
+    step = trunk.meter.total - before
+    # What the host did and what it waited for fills the time of the pair, but for the
+    # schedule's own work.
+    accounted = step.s0_s + step.wait0_s + step.wait1_s
+    assert 0.5 * step.pair_s < accounted <= step.pair_s
+    assert step.s1_s > 0
+    assert "ratio=" in str(step)

@@ -1,0 +1,177 @@
+"""How a step's tokens are divided into two lanes, and what a lane carries.
+
+A split is sound because of three things, pinned by tests:
+- of each request the first lane holds the first rows, so no row looks for keys that a
+  later lane writes;
+- a request that reads cache blocks which another request writes in this very step (a
+  prefix-cache hit on a request that was admitted with it) is wholly in the last lane,
+  whose turn comes after all writes of the first and after its own;
+- a row's bits do not depend on its company (`host`), so lanes change no token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_duck.models.batch import AttentionBatch
+from vllm_duck.models.layer import DecoderLayer, PendingLayer
+from vllm_duck.models.overlap import LaneTimes, OverlapMeter, StepRecord
+from vllm_duck.models.schedule import run_lanes
+
+
+@dataclass(frozen=True)
+class Split:
+    """Two lanes of a step: of each request its rows before and from the cut."""
+
+    batches: tuple[AttentionBatch, AttentionBatch]
+    # Rows of the first lane, then of the second; None if that is the order they have.
+    order: Tensor | None
+
+    def part(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """rows [T, ...] of the step -> of the first lane, of the second."""
+        if self.order is not None:
+            rows = rows[self.order]
+        num_first = self.batches[0].num_tokens
+        return rows[:num_first], rows[num_first:]
+
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        """The inverse of `part`."""
+        joined = torch.cat([first, second])
+        if self.order is None:
+            return joined
+        rows = torch.empty_like(joined)
+        rows[self.order] = joined
+        return rows
+
+
+def split(batch: AttentionBatch, num_rows: int) -> Split | str:
+    """Divide the step's tokens into halves; or say why they stay together.
+
+    num_rows: of the step's tensors; more than the batch has if some are padding.
+    """
+    if num_rows != batch.num_tokens:
+        return "padded step"
+    if num_rows < 2:
+        return "one token"
+    cuts = _cuts(batch)
+    counts = [request.num_rows for request in batch.requests]
+    if not any(cuts):
+        return "every request reads what another writes"
+    lanes = batch.lane([0] * len(cuts), cuts), batch.lane(cuts, counts)
+    return Split(lanes, _order(counts, cuts))
+
+
+def _cuts(batch: AttentionBatch) -> list[int]:
+    """Of each request the number of its rows in the first lane: half of all rows."""
+    readers = _same_step_readers(batch)
+    left = (batch.num_tokens + 1) // 2
+    cuts = []
+    for i, request in enumerate(batch.requests):
+        cuts.append(0 if i in readers else min(request.num_rows, left))
+        left -= cuts[-1]
+    return cuts
+
+
+def _same_step_readers(batch: AttentionBatch) -> set[int]:
+    """Requests whose earlier positions lie in blocks that others write in this step."""
+    if len(batch.requests) < 2:
+        return set()
+    written_by: dict[int, int] = {}
+    blocks = (batch.slots // batch.block_size).tolist()
+    row = 0
+    for i, request in enumerate(batch.requests):
+        for block in blocks[row : row + request.num_rows]:
+            written_by[block] = i
+        row += request.num_rows
+    written = np.array(list(written_by), np.int32)
+    table = batch.block_table.numpy()
+    readers = set()
+    for i, request in enumerate(batch.requests):
+        # Before its first row, which sees itself.
+        num_blocks = -(-(request.first_visible - 1) // batch.block_size)
+        read = table[i, :num_blocks]
+        for block in read[np.isin(read, written)].tolist():
+            if written_by[block] != i:
+                readers.add(i)
+    return readers
+
+
+def _order(counts: Sequence[int], cuts: Sequence[int]) -> Tensor | None:
+    first: list[int] = []
+    second: list[int] = []
+    row = 0
+    for count, cut in zip(counts, cuts, strict=True):
+        first += range(row, row + cut)
+        second += range(row + cut, row + count)
+        row += count
+    order = first + second
+    return None if order == list(range(row)) else torch.tensor(order)
+
+
+def run_in_lanes(
+    layers: Sequence[DecoderLayer],
+    hidden: Tensor,
+    rotations: Tensor,
+    batch: AttentionBatch,
+    *,
+    overlaps: bool,
+    meter: OverlapMeter,
+) -> Tensor:
+    """hidden [T, H], rotations [T, ...] through the layers, in two lanes if it can.
+
+    Serially it is one lane: the same functions, the same bits.
+    """
+    if not layers:
+        return hidden
+    halves = split(batch, len(hidden)) if overlaps else "overlap is off"
+    if isinstance(halves, str):
+        lane = LayerLane(layers, hidden, rotations, batch, LaneTimes())
+        run_lanes([lane], len(layers))
+        meter.add(StepRecord((lane.times,), halves))
+        return lane.hidden
+    first, second = (
+        LayerLane(layers, *parts, LaneTimes())
+        for parts in zip(
+            halves.part(hidden), halves.part(rotations), halves.batches, strict=True
+        )
+    )
+    run_lanes([first, second], len(layers))
+    meter.add(StepRecord((first.times, second.times), None))
+    return halves.join(first.hidden, second.hidden)
+
+
+class LayerLane:
+    """A lane of a step in some layers: `schedule.Lane`."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        hidden: Tensor,
+        rotations: Tensor,
+        batch: AttentionBatch,
+        times: LaneTimes,
+    ) -> None:
+        self._layers = layers
+        self.hidden = hidden
+        self._rotations = rotations
+        self._batch = batch
+        self.times = times
+        self._pending: PendingLayer
+
+    def start(self, layer: int) -> None:
+        self.times.begin_host()
+        self._pending = self._layers[layer].start(
+            self.hidden, self._rotations, self._batch
+        )
+        self.times.end_host()
+
+    def is_done(self) -> bool:
+        return self._pending.is_done()
+
+    def finish(self) -> None:
+        self.times.begin_wait()
+        self.hidden = self._pending.result()
+        self.times.end_wait(self._pending.times())
