@@ -107,6 +107,7 @@ setup(
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     entry_points={
         "vllm.general_plugins": ["duck = vllm_duck:register"],
+        "vllm.stat_logger_plugins": ["duck = vllm_duck.stat_logger:DuckStatLogger"],
         "console_scripts": ["vllm-duck = vllm_duck.cli:main"],
     },
 )

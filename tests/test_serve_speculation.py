@@ -1,5 +1,6 @@
 """`vllm serve --speculative-config '{"method": "duck_mtp1"}'` by the OpenAI client."""
 
+import time
 import urllib.request
 from collections.abc import Iterator
 
@@ -64,12 +65,19 @@ def test_options_that_vllm_refuses_under_speculation_are_served(complete, option
 
 def test_the_metrics_count_drafts(server, complete):
     complete()
+    # The worker hands its figures over at most twice a second.
+    time.sleep(0.6)
+    complete()
     with urllib.request.urlopen(f"{server.base_url}/metrics", timeout=20) as reply:
         lines = reply.read().decode().splitlines()
     for name in ("num_draft_tokens", "num_accepted_tokens_per_pos"):
         prefix = f"vllm:spec_decode_{name}_total"
         (line,) = [line for line in lines if line.startswith(prefix)]
         assert float(line.split()[-1]) > 0
+    (line,) = [line for line in lines if line.startswith("vllm_duck:overlapped_steps")]
+    assert float(line.split()[-1]) > 0
+    calls = [line for line in lines if line.startswith("vllm_duck:duck_calls_total")]
+    assert len(calls) == 2
 
 
 def test_a_request_s_own_acceptance_comes_with_its_answer(complete):

@@ -54,6 +54,9 @@ class DuckConfig:
     # Tokens that the MTP layer drafts each step. `--speculative-config
     # '{"method": "duck_mtp1"}'` sets it; 0 is no speculation.
     num_drafts: int = 0
+    # Where the worker writes figures for /metrics and the log of the API server, which
+    # chooses it.
+    figures_file: str | None = None
     # Run the MTP layer beside plain decoding and report how often it agrees.
     mtp_shadow: bool = False
 
@@ -110,7 +113,14 @@ class DuckConfig:
 _INTEGERS = ("local_ducks", "local_threads", "num_drafts")
 _BOOLEANS = ("mtp_shadow", "overlap")
 _NUMBERS = ("deadline_s", "connect_s")
-_OPTIONAL = ("local_threads", "tls_ca", "tls_cert", "tls_key", "token_file")
+_OPTIONAL = (
+    "local_threads",
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+    "token_file",
+    "figures_file",
+)
 
 
 def _checked(key: str, value: Any) -> Any:

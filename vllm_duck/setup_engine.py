@@ -12,6 +12,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from vllm_duck import figures
 from vllm_duck.config import ENDPOINTS_VARIABLE, KNOB, DuckConfig
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
@@ -106,7 +107,12 @@ def apply(
         args.served_model_name = args.served_model_name or args.model
         args.model = _download(args)
     num_drafts = _set_speculation(config, args)
-    config = replace(config, kv_dtype=_kv_dtype(args), num_drafts=num_drafts)
+    config = replace(
+        config,
+        kv_dtype=_kv_dtype(args),
+        num_drafts=num_drafts,
+        figures_file=config.figures_file or figures.temporary_file(),
+    )
     args.kv_cache_dtype = "auto"
     args.additional_config = {
         **(args.additional_config or {}),

@@ -13,6 +13,7 @@ from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.local import LocalDucks
 from vllm_duck.executor.process import resident_bytes
 from vllm_duck.executor.security import ClientSecurity
+from vllm_duck.figures import FiguresFile
 from vllm_duck.hooks import using_model_runner
 from vllm_duck.spec_decode.runner import DuckModelRunner
 
@@ -38,6 +39,7 @@ class DuckWorker(CPUWorker):
 
     local_ducks: LocalDucks | None = None
     fleet: Fleet | None = None
+    figures_file: FiguresFile | None = None
 
     def init_device(self) -> None:
         with using_model_runner(DuckModelRunner):
@@ -53,6 +55,23 @@ class DuckWorker(CPUWorker):
         self.fleet = self._connect(config)
         super().load_model(**kwargs)
         self.model_runner.attach_ducks(self.fleet)
+        if config.figures_file is not None:
+            self.figures_file = FiguresFile(config.figures_file)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The last call of a step."""
+        output = super().sample_tokens(grammar_output)
+        if self.figures_file is not None:
+            self.figures_file.write_if_due(self.step_figures)
+        return output
+
+    def step_figures(self) -> dict[str, Any]:
+        """For `LLM.collective_rpc`: what overlapping brought, and each duck's times."""
+        assert self.fleet is not None
+        return {
+            **self.model_runner.meter.figures(),
+            "ducks": [asdict(duck) for duck in self.fleet.statistics()],
+        }
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -156,12 +156,8 @@ class OverlapMeter:
     def figures(self) -> dict[str, Any]:
         """All sums, as plain values."""
         return {
-            **asdict(self.total),
-            "serial_s": self.total.serial_s,
-            "ratio": self.total.ratio,
-            "efficiency": self.total.efficiency,
+            "overlap": asdict(self.total),
             "serial_steps": dict(self.serial_steps),
-            "line": str(self.total),
         }
 
 

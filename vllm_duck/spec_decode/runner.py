@@ -20,6 +20,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_duck.config import DuckConfig
 from vllm_duck.models.moe import Ducks
+from vllm_duck.models.overlap import OverlapMeter
 from vllm_duck.spec_decode.acceptance import DuckRejectionSampler, VerifyBatch
 from vllm_duck.spec_decode.drafts import Draft, DraftBook
 from vllm_duck.spec_decode.plain_sampler import PlainSampler, Row
@@ -50,6 +51,11 @@ class DuckModelRunner(CPUModelRunner):
         self.model.attach_ducks(ducks)
         if self.speculative_config is not None:
             self.drafter.model.attach_ducks(ducks)
+
+    @property
+    def meter(self) -> OverlapMeter:
+        meter: OverlapMeter = self.model.model.meter
+        return meter
 
     def may_reinitialize_input_batch(self, *args: Any, **kwargs: Any) -> None:
         super().may_reinitialize_input_batch(*args, **kwargs)

@@ -1,0 +1,99 @@
+"""Figures on their way from the worker to the log and to /metrics."""
+
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+
+from vllm_duck import stat_logger
+from vllm_duck.figures import FiguresFile, temporary_file
+from vllm_duck.models.overlap import Overlap
+from vllm_duck.stat_logger import DuckStatLogger
+
+STEPS = {
+    "overlap": {
+        "num_steps": 10,
+        "pair_s": 1.0,
+        "s0_s": 0.9,
+        "s1_s": 0.8,
+        "wait0_s": 0.06,
+        "wait1_s": 0.04,
+        "ideal_s": 0.95,
+    },
+    "serial_steps": {"one token": 3},
+    "ducks": [
+        {
+            "name": "unix:/a",
+            "num_calls": 40,
+            "rtt_us": 200.0,
+            "compute_us": 150.0,
+            "queue_us": 10.0,
+        }
+    ],
+}
+
+
+@pytest.fixture
+def path():
+    return temporary_file()
+
+
+@pytest.fixture
+def duck_logger(path):
+    settings = {"duck": {"figures_file": path}}
+    before = set(REGISTRY._collector_to_names)
+    yield DuckStatLogger(SimpleNamespace(additional_config=settings))
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
+
+
+def test_metrics_show_what_the_worker_wrote(path, duck_logger):
+    assert b"vllm_duck" not in generate_latest(REGISTRY)
+    FiguresFile(path).write_if_due(lambda: STEPS)
+    text = generate_latest(REGISTRY).decode()
+    assert "vllm_duck:overlapped_steps_total 10.0" in text
+    assert 'vllm_duck:wait_seconds_total{lane="1"} 0.04' in text
+    assert 'vllm_duck:serial_steps_total{reason="one token"} 3.0' in text
+    assert 'vllm_duck:duck_calls_total{duck="unix:/a"} 40.0' in text
+    assert 'vllm_duck:duck_compute_seconds{duck="unix:/a"} 0.00015' in text
+
+
+def test_the_log_tells_of_the_steps_since_the_last_line(path, duck_logger, monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        stat_logger.logger, "info", lambda text, *args: lines.append(text % args)
+    )
+    duck_logger.log()
+    FiguresFile(path).write_if_due(lambda: STEPS)
+    duck_logger.log()
+    duck_logger.log()
+    more = {**STEPS, "overlap": {**STEPS["overlap"], "num_steps": 12, "pair_s": 1.3}}
+    FiguresFile(path).write_if_due(lambda: more)
+    duck_logger.log()
+    first, second = lines
+    assert first == (
+        "olap pair=100.00ms serial=170.00ms gain=70.00ms ratio=0.412 s0=90.00 "
+        "s1=80.00 wait=6.00/4.00 efficiency=0.93 steps=10"
+    )
+    assert "pair=150.00ms" in second
+    assert "steps=2" in second
+
+
+def test_figures_are_written_at_most_twice_a_second(path):
+    file = FiguresFile(path)
+    file.write_if_due(lambda: STEPS)
+    file.write_if_due(lambda: pytest.fail("too early"))
+    assert file.read() == STEPS
+
+
+def test_without_ducks_it_adds_nothing():
+    before = set(REGISTRY._collector_to_names)
+    stock = DuckStatLogger(SimpleNamespace(additional_config={}))
+    stock.log()
+    assert set(REGISTRY._collector_to_names) == before
+
+
+def test_a_step_s_share_is_of_what_could_be_saved():
+    assert str(Overlap()) == "olap no step ran in two lanes"
+    half = Overlap(1, pair_s=1.5, s0_s=1.0, s1_s=1.0, ideal_s=1.0)
+    assert (half.ratio, half.efficiency) == (0.25, 0.5)
