@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vllm_duck.cli import doctor, plan, serve, split, status, up
+from vllm_duck.cli import doctor, plan, serve, split, status, trace, up
 from vllm_duck.errors import DuckError
 
-_COMMANDS = (serve, up, plan, split, status, doctor)
+_COMMANDS = (serve, up, plan, split, status, trace, doctor)
 
 _EPILOG = """\
 A first try, all on one machine:

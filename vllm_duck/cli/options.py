@@ -164,5 +164,8 @@ def cpu_set(text: str) -> set[int]:
 
 def default_endpoints() -> list[str]:
     """What VLLM_DUCK_ENDPOINTS names, as the host reads it."""
-    value = os.environ.get("VLLM_DUCK_ENDPOINTS", "")
+    return split_endpoints(os.environ.get("VLLM_DUCK_ENDPOINTS", ""))
+
+
+def split_endpoints(value: str) -> list[str]:
     return [part.strip() for part in value.split(",") if part.strip()]

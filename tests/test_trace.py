@@ -1,0 +1,80 @@
+"""`vllm-duck trace`: what it writes about the lanes of a step."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from vllm_duck.cli import main
+from vllm_duck.executor.duck import CallTimes
+from vllm_duck.models.overlap import LaneTimes, Stages, StepRecord
+from vllm_duck.trace import chrome_trace, draw_step, spans
+
+US = 1000
+
+
+def _make_record():
+    """Two lanes, two layers; stage 0 takes 100 us, the ducks 90."""
+    lanes = []
+    for lane_idx in range(2):
+        lane = LaneTimes()
+        for layer in range(2):
+            begin = (2 * layer + lane_idx) * 100 * US
+            sent, end = begin + 80 * US, begin + 100 * US
+            wait = (2 * layer + lane_idx + 2) * 100 * US
+            call = CallTimes(sent, 90, 60, 30)
+            lane.stages.append(Stages(begin, end, wait, wait + 2 * US, call))
+        lanes.append(lane)
+    return StepRecord(tuple(lanes), None)
+
+
+def test_a_span_is_of_a_kind_a_lane_and_a_layer():
+    step = list(spans(_make_record(), first_layer_idx=3))
+    assert len(step) == 2 * 2 * 3
+    (ducks,) = [s for s in step if s[:3] == ("ducks", 1, 4)]
+    assert (ducks.begin_ns, ducks.end_ns) == (380 * US, 470 * US)
+
+
+def test_the_trace_has_a_track_for_each_side_of_each_lane():
+    trace = chrome_trace([_make_record()] * 2, first_layer_idx=3)
+    json.dumps(trace)
+    events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert len(events) == 2 * 12
+    assert {(e["pid"], e["tid"]) for e in events} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert min(e["ts"] for e in events) == 0
+    assert {e["name"] for e in events if e["pid"] == 1} == {"ducks 3", "ducks 4"}
+
+
+def test_the_picture_shows_the_lanes(tmp_path):
+    path = tmp_path / "lanes.png"
+    draw_step(_make_record(), 3, path, "a step")
+    with Image.open(path) as image:
+        colors = {color for _, color in image.getcolors(1 << 20)}
+    # The host's and the ducks' spans of both lanes.
+    assert {(59, 111, 182), (200, 118, 58)} <= colors
+    assert {(157, 188, 227), (239, 195, 160)} <= colors
+
+
+def test_no_steps_are_refused(capsys):
+    assert main(["trace", "anything", "--steps", "0"]) == 1
+    assert "--steps must be >= 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+def test_the_command_traces_a_model(tiny_model, tmp_path):
+    command = [sys.executable, "-m", "vllm_duck.cli", "trace", str(tiny_model)]
+    done = subprocess.run(
+        [*command, "--steps", "3"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "olap pair=" in done.stdout
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    steps = {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert steps == {0, 1, 2}
+    assert (tmp_path / "lanes.png").stat().st_size > 1000
