@@ -11,7 +11,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-NOT_BENCHMARKS = ("__init__", "__main__", "common", "engines", "oracle", "texts")
+NOT_BENCHMARKS = (
+    "__init__",
+    "__main__",
+    "common",
+    "engines",
+    "oracle",
+    "paced_duck",
+    "random_model",
+    "texts",
+)
 
 
 def main() -> int:

@@ -1,0 +1,116 @@
+"""A duck that sleeps instead of computing: any duck time on any machine.
+
+It holds all experts, answers zeros, and takes as long as its pace file says at the
+moment. Sleeping takes no core away from the host.
+"""
+
+import argparse
+import ctypes
+import mmap
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.duck import (
+    PROTOCOL_VERSION,
+    DuckInfo,
+    MoeRequest,
+    Partial,
+    ReplyDtype,
+    Shard,
+)
+from vllm_duck.executor.process import resident_bytes
+from vllm_duck.executor.security import ServerSecurity
+from vllm_duck.executor.server import DuckServer
+
+_PR_SET_TIMERSLACK = 29
+
+
+class Pace:
+    """Seconds that a call takes, shared by a file of eight bytes."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 8)
+
+    @property
+    def call_s(self) -> float:
+        return float(struct.unpack("d", self._map[:8])[0])
+
+    @call_s.setter
+    def call_s(self, value: float) -> None:
+        self._map[:8] = struct.pack("d", value)
+
+
+@contextmanager
+def paced_duck(
+    model_dir: Path, *, listen: str = "", prefix: Sequence[str] = ()
+) -> Iterator[tuple[str, Path]]:
+    """Run one; `prefix` is a command to run it under. Gives its endpoint, pace file."""
+    with tempfile.TemporaryDirectory(prefix="paced-") as directory:
+        path = Path(directory) / "pace"
+        path.write_bytes(bytes(8))
+        endpoint = listen or f"unix:{directory}/duck"
+        command = [sys.executable, "-m", "benchmarks.paced_duck", str(model_dir)]
+        process = subprocess.Popen(
+            [*prefix, *command, endpoint, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        try:
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError("the paced duck did not start")
+            yield endpoint, path
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("listen")
+    parser.add_argument("pace", type=Path)
+    args = parser.parse_args()
+    # Sleeps end 50 us late by default.
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    pace = Pace(args.pace)
+    summary = Checkpoint(args.model).summary
+    info = DuckInfo(
+        protocol_version=PROTOCOL_VERSION,
+        model_fingerprint=summary.fingerprint,
+        layer_ids=summary.layer_ids,
+        hidden_size=summary.hidden_size,
+        moe_intermediate_size=summary.moe_intermediate_size,
+        n_routed_experts=summary.n_routed_experts,
+        weight_format=summary.weight_format,
+        shard=Shard(0, summary.moe_intermediate_size, 0, summary.n_routed_experts),
+        isa="sleep",
+        num_threads=1,
+        weight_bytes=0,
+        resident_bytes=resident_bytes(),
+    )
+
+    def sleep(request: MoeRequest, reply_dtype: ReplyDtype) -> Partial:
+        time.sleep(pace.call_s)
+        dtype = np.uint16 if reply_dtype == "bf16" else np.float32
+        return np.zeros(request.hidden.shape, dtype)
+
+    # It holds nothing worth a token.
+    security = ServerSecurity(is_insecure=True)
+    server = DuckServer(sleep, info, listen=args.listen, security=security)
+    server.start()
+    print("ready", flush=True)
+    while True:
+        time.sleep(3600)
+
+
+if __name__ == "__main__":
+    main()
