@@ -75,7 +75,7 @@ def test_serve_serves_until_a_signal_and_exits_with_0(model_dir, tmp_path, how):
         line = process.stdout.readline()
         assert re.match(
             rf"duck {listen} serves columns \[0, 160\) x experts \[0, 4\) of 3 layers: "
-            r"read 0.4 MB, \d+ threads, \w+\.",
+            r"read 0.4 MB, holds 0.4 MB bf16, \d+ threads, \w+\.",
             line,
         )
         with Fleet.connect([listen], expect=Checkpoint(model_dir).summary) as fleet:
@@ -115,6 +115,26 @@ def test_up_prints_endpoints_and_ends_all_ducks_with_0(model_dir, how):
             process.send_signal(how)
             assert process.wait(WAIT_S) == 0
     assert not any(is_running(child) for child in children)
+
+
+def test_up_starts_from_a_split_in_another_weight_format(model_dir, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main(["split", str(model_dir), out, "--weights=3,1"]) == 0
+    with _running("up", out, "--weight-format=int4") as process:
+        endpoints = process.stdout.readline().strip().partition("=")[2].split(",")
+        capsys.readouterr()
+        assert main(["status", *endpoints]) == 0
+        assert capsys.readouterr().out.count("int4-group32") == 2
+        with Fleet.connect(endpoints) as fleet:
+            fleet.start(make_request()).result()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+
+
+def test_up_refuses_another_plan_for_a_split(model_dir, tmp_path, capsys):
+    assert main(["split", str(model_dir), str(tmp_path / "out"), "--ducks=2"]) == 0
+    assert main(["up", str(tmp_path / "out"), "--ducks=2"]) == 1
+    assert "is split already, which says what each" in capsys.readouterr().err
 
 
 def test_up_ends_with_1_and_the_name_when_a_duck_dies(model_dir):

@@ -93,7 +93,7 @@ def test_split_by_a_plan(model_dir, tmp_path, capsys):
 def test_split_that_is_stopped_says_how_to_go_on(
     model_dir, tmp_path, capsys, monkeypatch
 ):
-    def stop(*arguments):
+    def stop(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(split_command, "split_checkpoint", stop)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_duck.executor.bf16 import bf16_to_f32, f32_to_bf16
-from vllm_duck.executor.kernel import BLOCK, LayerWeights
+from vllm_duck.executor.kernel import BLOCK, GROUP_SIZES, LayerWeights, num_groups
 
 TILE_K = 32
 # The rounding error of fp32 (24 significant bits) and of bf16 (8), relative.
@@ -28,7 +28,7 @@ E4M3 = _e4m3_values()
 
 @dataclass
 class Expert:
-    """One expert's slice as a checkpoint has it; scales are None for bf16."""
+    """One expert's slice as load_expert takes it; scales are None for bf16."""
 
     gate: np.ndarray
     up: np.ndarray
@@ -80,6 +80,8 @@ def make_expert(
     scale=1e-3,
 ) -> Expert:
     """`codes(rng, shape)` draws e4m3 codes; scales are around `scale`."""
+    if weight_format in GROUP_SIZES:
+        return _make_grouped_expert(rng, hidden, columns, offset, weight_format, scale)
     shapes = [(columns, hidden), (columns, hidden), (hidden, columns)]
     if weight_format == "bf16":
         drawn = [rng.standard_normal(s, dtype=np.float32) / 8 for s in shapes]
@@ -90,6 +92,22 @@ def make_expert(
         *((codes or random_codes)(rng, shape) for shape in shapes),
         *(np.float32(rng.uniform(0.5, 2, b) * scale) for b in blocks),
     )
+
+
+def _make_grouped_expert(rng, hidden, columns, offset, weight_format, scale):
+    """Any codes but int8's -128, and scales of both signs, as int4 has them."""
+    codes, scales = [], []
+    for rows, num_k, first in [(columns, hidden, 0)] * 2 + [(hidden, columns, offset)]:
+        if weight_format == "int4-group32":
+            drawn = rng.integers(0, 256, (rows, num_k // 2), dtype=np.uint8)
+        else:
+            drawn = rng.integers(-127, 128, (rows, num_k), dtype=np.int8).view(np.uint8)
+        groups = num_groups(first, num_k, GROUP_SIZES[weight_format])
+        size = rng.uniform(0.5, 2, (rows, groups)) * scale
+        signs = rng.choice([-1.0, 1.0], size.shape)
+        codes.append(drawn)
+        scales.append(f32_to_bf16(np.float32(size * signs)))
+    return Expert(*codes, *scales)
 
 
 def make_shard(
@@ -155,7 +173,37 @@ def _pairs(shard: Shard, ids: np.ndarray):
 # --- float64 and its bound ----------------------------------------------------------
 
 
+def grouped_codes(codes: np.ndarray, weight_format: str) -> np.ndarray:
+    """The integers of int8 or int4 codes as files have them."""
+    if weight_format == "int8-group128":
+        return codes.view(np.int8).astype(np.float64)
+    nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    return np.where(nibbles < 8, nibbles, nibbles - 16.0)
+
+
+def scales_of_rows(scales, num_k, first, group_size) -> np.ndarray:
+    """bf16 scales [rows][groups] -> float64 [rows][k]."""
+    group = (first + np.arange(num_k)) // group_size - first // group_size
+    return bf16_to_f32(scales).astype(np.float64)[:, group]
+
+
+def dense_grouped(layer: LayerWeights, expert: Expert) -> list[np.ndarray]:
+    """Gate, up and down in float64."""
+    group_size = GROUP_SIZES[layer.weight_format]
+    made = []
+    for codes, scales, first in (
+        (expert.gate, expert.gate_scale, 0),
+        (expert.up, expert.up_scale, 0),
+        (expert.down, expert.down_scale, layer.column_offset),
+    ):
+        values = grouped_codes(codes, layer.weight_format)
+        made.append(values * scales_of_rows(scales, values.shape[1], first, group_size))
+    return made
+
+
 def _dense(shard: Shard, expert: Expert) -> list[np.ndarray]:
+    if shard.weights.weight_format in GROUP_SIZES:
+        return dense_grouped(shard.weights, expert)
     if shard.weights.weight_format == "bf16":
         return [
             bf16_to_f32(w).astype(np.float64)
@@ -172,15 +220,16 @@ def _dense(shard: Shard, expert: Expert) -> list[np.ndarray]:
     ]
 
 
-def _dot_gamma(num_k: int) -> float:
+def _dot_gamma(num_k: int, layer: LayerWeights) -> float:
     """Relative to the sum of absolute terms: the rounding errors of one dot product.
 
     A term passes at most 15 additions in its chain of 16 (products are exact and the
-    first addition is to 0), 1 that joins even and odd, 3 that join the tiles of a
-    segment, 1 multiplication by the scale and one addition for each segment; a segment
-    may be cut by the shard's phase, hence the + 1.
+    first addition is to 0), 1 that joins even and odd, those that join the tiles of a
+    segment (one less than it has), 1 multiplication by the scale and one addition for
+    each segment; a segment may be cut by the shard's phase, hence the + 1.
     """
-    steps = 15 + 1 + 3 + 1 + (-(-num_k // BLOCK) + 1)
+    segment_k = _segment_k(layer)
+    steps = 15 + 1 + (segment_k // TILE_K - 1) + 1 + (-(-num_k // segment_k) + 1)
     return steps * U32 / (1 - steps * U32)
 
 
@@ -201,7 +250,7 @@ def reference_f64(shard: Shard, hidden, ids, topk_weights):
         gate, up, down = (w.T for w in _dense(shard, shard.experts[local]))
         xr = x[rows]
         g, u = xr @ gate, xr @ up
-        gamma = _dot_gamma(shard.weights.hidden_size)
+        gamma = _dot_gamma(shard.weights.hidden_size, shard.weights)
         dg = gamma * (np.abs(xr) @ np.abs(gate)) + 1e-35
         du = gamma * (np.abs(xr) @ np.abs(up)) + 1e-35
         silu = g / (1 + np.exp(-np.clip(g, -700, 700)))
@@ -210,7 +259,7 @@ def reference_f64(shard: Shard, hidden, ids, topk_weights):
         dact += (8 * U32 + U16 * (1 + U32)) * (np.abs(act) + dact)
         d = act @ down
         dd = dact @ np.abs(down)
-        dd += _dot_gamma(shard.weights.num_columns) * (
+        dd += _dot_gamma(shard.weights.num_columns, shard.weights) * (
             (np.abs(act) + dact) @ np.abs(down)
         )
         weight = topk_weights[rows, slot, None].astype(np.float64)
@@ -223,18 +272,25 @@ def reference_f64(shard: Shard, hidden, ids, topk_weights):
 # --- float32 in the documented order ------------------------------------------------
 
 
-def _segments(length: int, phase: int):
+def _segment_k(layer: LayerWeights) -> int:
+    """The k that share a scale; bf16 is summed as if it had the scales of e4m3."""
+    return GROUP_SIZES.get(layer.weight_format, BLOCK)
+
+
+def _segments(length: int, phase: int, segment_k: int):
     begin = 0
     while begin < length:
-        end = min(length, (phase + begin) // BLOCK * BLOCK + BLOCK - phase)
-        yield begin, end
+        end = (phase + begin) // segment_k * segment_k + segment_k - phase
+        yield begin, min(length, end)
         begin = end
 
 
-def _ordered_dot(weights, scales, x, phase):
+def _ordered_dot(weights, scales, x, phase, segment_k):
     """x @ weights.T as csrc/kernel.h orders it; `scales` is [columns][segments]."""
     total = np.zeros((len(x), len(weights)), np.float32)
-    for segment, (begin, end) in enumerate(_segments(weights.shape[1], phase)):
+    for segment, (begin, end) in enumerate(
+        _segments(weights.shape[1], phase, segment_k)
+    ):
         acc = np.zeros_like(total)
         for k in range(begin, end, TILE_K):
             parity = [np.zeros_like(total), np.zeros_like(total)]
@@ -274,26 +330,35 @@ def reference_bits(shard: Shard, hidden, ids, topk_weights):
     """The kernel's float32 output, bit by bit."""
     x = bf16_to_f32(hidden)
     layer = shard.weights
-    fix = np.float32(256)  # weights times 2^-8, scales times 2^8: exact
-    column = (layer.column_offset + np.arange(layer.num_columns)) // BLOCK
-    row_block = np.arange(layer.hidden_size) // BLOCK
+    segment_k = _segment_k(layer)
     out = np.zeros(hidden.shape, np.float32)
     for local, slot, rows in _pairs(shard, ids):
-        e = shard.experts[local]
-        if layer.weight_format == "bf16":
-            gate, up, down = (bf16_to_f32(w) for w in (e.gate, e.up, e.down))
-            ones = np.ones((max(gate.shape), max(gate.shape)), np.float32)
-            gate_scale = up_scale = ones[: layer.num_columns]
-            down_scale = ones[: layer.hidden_size]
-        else:
-            gate, up, down = (np.float32(E4M3[w] / 256) for w in (e.gate, e.up, e.down))
-            gate_scale = e.gate_scale[column] * fix
-            up_scale = e.up_scale[column] * fix
-            down_scale = e.down_scale[row_block] * fix
+        gate, up, down = _weights_and_scales(layer, shard.experts[local])
         act = _ordered_act(
-            _ordered_dot(gate, gate_scale, x[rows], 0),
-            _ordered_dot(up, up_scale, x[rows], 0),
+            _ordered_dot(*gate, x[rows], 0, segment_k),
+            _ordered_dot(*up, x[rows], 0, segment_k),
         )
-        d = _ordered_dot(down, down_scale, act, layer.column_offset)
+        d = _ordered_dot(*down, act, layer.column_offset % segment_k, segment_k)
         out[rows] = out[rows] + topk_weights[rows, slot, None] * d
     return out
+
+
+def _weights_and_scales(layer: LayerWeights, e: Expert):
+    """Of gate, up and down: float32 weights [rows][k] and scales [rows][segments]."""
+    weights = e.gate, e.up, e.down
+    scales = e.gate_scale, e.up_scale, e.down_scale
+    if layer.weight_format in GROUP_SIZES:
+        values = [np.float32(grouped_codes(w, layer.weight_format)) for w in weights]
+        return zip(values, map(bf16_to_f32, scales), strict=True)
+    if layer.weight_format == "bf16":
+        values = [bf16_to_f32(w) for w in weights]
+        ones = [np.ones((len(v), v.shape[1]), np.float32) for v in values]
+        return zip(values, ones, strict=True)
+    column = (layer.column_offset + np.arange(layer.num_columns)) // BLOCK
+    row_block = np.arange(layer.hidden_size) // BLOCK
+    fix = np.float32(256)  # weights times 2^-8, scales times 2^8: exact
+    values = [np.float32(E4M3[w] / 256) for w in weights]
+    rows = column, column, row_block
+    return zip(
+        values, [s[r] * fix for s, r in zip(scales, rows, strict=True)], strict=True
+    )

@@ -141,6 +141,23 @@ def test_a_fleet_that_fits_passes_the_check():
     assert Fleet(_ducks(*infos)).check() == infos
 
 
+def test_ducks_may_all_hold_the_experts_requantised():
+    infos = [make_info(shard, weight_format="int4-group32") for shard in HALVES]
+    assert Fleet(_ducks(*infos)).check(make_summary()) == infos
+
+
+@pytest.mark.parametrize("expect", [make_summary(), None])
+@pytest.mark.parametrize("other", ["int8-group128", "bf16"])
+def test_ducks_of_two_weight_formats_are_refused(expect, other):
+    infos = [
+        make_info(HALVES[0], weight_format=other),
+        make_info(HALVES[1], weight_format="int4-group32"),
+    ]
+    match = f"duck duck1 holds int4-group32, duck duck0 {other}; split or serve all"
+    with pytest.raises(DuckConfigError, match=match):
+        Fleet(_ducks(*infos)).check(expect)
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [

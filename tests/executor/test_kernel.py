@@ -21,10 +21,15 @@ from tests.executor.moe_reference import (
 from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.bf16 import bf16_to_f32, f32_to_bf16
 from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.kernel import LayerWeights, MoeKernel, supported_isas
+from vllm_duck.executor.kernel import (
+    WEIGHT_FORMATS,
+    LayerWeights,
+    MoeKernel,
+    supported_isas,
+)
 
 ISAS = supported_isas()
-FORMATS = ("e4m3-block128", "bf16")
+FORMATS = WEIGHT_FORMATS
 # hidden, columns, offset: aligned; half a block; both ends inside blocks; a tail of 16
 # in hidden and in columns; the smallest; three segments.
 SHAPES = [

@@ -26,7 +26,7 @@ NAME = expert_name(3, 2, "down")
 
 def _moe(checkpoint, shard):
     loaded = load_shard(checkpoint, shard, show_progress=False)
-    return ShardMoe(loaded, checkpoint.summary, num_threads=1)
+    return ShardMoe(loaded, num_threads=1)
 
 
 def _plan(num_ducks):

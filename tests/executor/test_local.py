@@ -1,6 +1,7 @@
 """Local ducks live as long as the process that started them, and no longer."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from vllm_duck.executor.loader import load_shard
 from vllm_duck.executor.local import LocalDucks
 from vllm_duck.executor.shard_moe import ShardMoe
 from vllm_duck.executor.shards import ShardPlan
+from vllm_duck.executor.split_writer import split_checkpoint
 
 WAIT_S = 120.0
 
@@ -49,7 +51,7 @@ def test_local_ducks_compute_the_sum_and_end_with_the_block(tmp_path, any_model)
     checkpoint = Checkpoint(any_model.write(tmp_path))
     whole = load_shard(checkpoint, Shard(0, 160, 0, 4), show_progress=False)
     request = make_request()
-    expected = ShardMoe(whole, checkpoint.summary, num_threads=1)(request, "fp32")
+    expected = ShardMoe(whole, num_threads=1)(request, "fp32")
     with (
         LocalDucks.start(tmp_path, num_ducks=3) as ducks,
         Fleet.connect(
@@ -75,6 +77,31 @@ def test_a_plan_and_endpoints_may_be_given(tmp_path, bf16_checkpoint):
         with Fleet.connect(listen) as fleet:
             shards = tuple(info.shard for info in fleet.describe())
     assert shards == plan.shards
+
+
+@pytest.mark.parametrize("weight_format", [None, "int4"])
+def test_ducks_start_from_the_directories_of_a_split(
+    tmp_path, bf16_checkpoint, weight_format
+):
+    plan = ShardPlan(160, 4, (Shard(0, 160, 0, 1), Shard(0, 160, 1, 4)))
+    split_checkpoint(bf16_checkpoint, plan, tmp_path / "out", show_progress=False)
+    summary = bf16_checkpoint.summary.requantized(weight_format)
+    with (
+        LocalDucks.start(tmp_path / "out", weight_format=weight_format) as ducks,
+        Fleet.connect(ducks.endpoints) as fleet,
+    ):
+        infos = fleet.describe()
+    assert tuple(info.shard for info in infos) == plan.shards
+    assert {info.model for info in infos} == {summary}
+
+
+def test_an_incomplete_split_is_refused(tmp_path, bf16_checkpoint):
+    plan = ShardPlan.even(3, num_columns=160, num_experts=4)
+    split_checkpoint(bf16_checkpoint, plan, tmp_path / "out", show_progress=False)
+    shutil.rmtree(tmp_path / "out" / "duck-1")
+    match = "must hold the 3 directories of one split, got duck-0, duck-2"
+    with pytest.raises(DuckCheckpointError, match=match):
+        LocalDucks.start(tmp_path / "out")
 
 
 def test_a_duck_that_dies_is_named_and_its_calls_fail(bf16_checkpoint):

@@ -62,7 +62,7 @@ def test_a_split_computes_the_bits_of_the_full_checkpoint(tmp_path, any_model):
         for layer_idx in checkpoint.moe_layer_ids:
             request = make_request(layer_idx=layer_idx)
             got, expected = (
-                ShardMoe(each, split.summary, num_threads=1)(request, "fp32")
+                ShardMoe(each, num_threads=1)(request, "fp32")
                 for each in (loaded, full)
             )
             np.testing.assert_array_equal(got, expected)

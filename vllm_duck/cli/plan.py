@@ -28,6 +28,7 @@ def add_parser(
     )
     options.add_model(parser)
     options.add_split(parser)
+    options.add_weight_format(parser)
     parser.set_defaults(run=run)
 
 
@@ -39,8 +40,9 @@ def run(args: argparse.Namespace) -> int:
         shares=args.weights,
         expert_ranges=args.experts_by,
     )
+    model = checkpoint.summary.requantized(args.weight_format)
     print(plan.to_json(), end="")
     for index, shard in enumerate(plan.shards):
-        num_bytes = shard_bytes(checkpoint.summary, shard)
+        num_bytes = shard_bytes(model, shard)
         print(f"duck {index}: {num_bytes / 1e9:.3f} GB, {shard}", file=sys.stderr)
     return 0

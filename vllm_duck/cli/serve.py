@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from vllm_duck.cli import options
 from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.errors import DuckConfigError, DuckError
 from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.duck import ModelSummary, Shard
+from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.endpoints import UNIX_PREFIX
 from vllm_duck.executor.loader import LoadedShard, load_shard
 from vllm_duck.executor.local import FAILED_PREFIX, READY
@@ -93,6 +94,7 @@ def add_parser(
         help="largest message taken: rows x hidden_size x 2 bytes of a prefill chunk "
         "(default: %(default)s)",
     )
+    options.add_weight_format(parser)
     options.add_server_security(parser)
     # For LocalDucks: stop when stdin closes, say on stdout how the start went, and
     # shed what the parent's process was bound to.
@@ -138,10 +140,8 @@ def _load(args: argparse.Namespace) -> tuple[DuckServer, ShardMoe]:
         is_insecure=args.insecure,
     )
     security.check_listen(args.listen)
-    loaded, model = _load_weights(args)
     moe = ShardMoe(
-        loaded,
-        model,
+        _load_weights(args),
         num_threads=args.threads,
         is_pinned=not args.child,
     )
@@ -155,20 +155,21 @@ def _load(args: argparse.Namespace) -> tuple[DuckServer, ShardMoe]:
     return server, moe
 
 
-def _load_weights(args: argparse.Namespace) -> tuple[LoadedShard, ModelSummary]:
-    show_progress = not args.child
+def _load_weights(args: argparse.Namespace) -> LoadedShard:
+    how: dict[str, Any] = {
+        "weight_format": args.weight_format,
+        "show_progress": not args.child,
+    }
     if not is_split_directory(args.model):
         checkpoint = Checkpoint(args.model)
         shard = _shard(args, checkpoint)
-        loaded = load_shard(checkpoint, shard, show_progress=show_progress)
-        return loaded, checkpoint.summary
+        return load_shard(checkpoint, shard, **how)
     if any(value is not None for value in _ways(args)):
         raise DuckConfigError(
             f"{args.model} holds one duck's split, which says what the duck holds; "
             "leave out --shard, --plan and --columns"
         )
-    split = SplitDirectory(args.model)
-    return split.load(show_progress=show_progress), split.summary
+    return SplitDirectory(args.model).load(**how)
 
 
 def _ways(args: argparse.Namespace) -> list[object]:
@@ -207,7 +208,8 @@ def _announce(args: argparse.Namespace, endpoint: str, moe: ShardMoe) -> None:
     info = moe.info
     print(
         f"duck {endpoint} serves {info.shard} of {len(info.layer_ids)} layers: read "
-        f"{moe.num_bytes_read / 1e6:.1f} MB, {info.num_threads} threads, {info.isa}. "
+        f"{moe.num_bytes_read / 1e6:.1f} MB, holds {info.weight_bytes / 1e6:.1f} MB "
+        f"{info.weight_format}, {info.num_threads} threads, {info.isa}. "
         "Ctrl-C ends it.",
         flush=True,
     )

@@ -13,14 +13,16 @@ _EPILOG = """\
   $ vllm-duck split MODEL OUT --weights 2,1,1               twice the RAM in the first
   $ vllm-duck split MODEL OUT --experts-by 0:128,128:256    whole experts
   $ vllm-duck split MODEL OUT --plan plan.json              as `vllm-duck plan` printed
+  $ vllm-duck split MODEL OUT --ducks 3 --weight-format int4    in 0.56 of the bytes
 
 Then copy OUT/duck-1 to the second machine, and there:
 
   $ vllm-duck serve duck-1 --listen ...
 
 Memory: four expert matrices (60 MB for DeepSeek-V3.2 in fp8), Python and the list of
-tensors (100 MB); less than 200 MB in all. All directories together take what the
-experts of the checkpoint take.
+tensors (100 MB); less than 200 MB in all. With --weight-format two experts and a slice
+of each, 250 MB in all. All directories together take what the experts of the checkpoint
+take, in that format.
 
 After Ctrl-C or a power cut the same command continues with the first layer that is
 not whole. `serve` verifies the checksum of every file as it loads.
@@ -43,6 +45,7 @@ def add_parser(
     parser.add_argument(
         "--plan", metavar="FILE", help="a shard plan instead of --ducks"
     )
+    options.add_weight_format(parser)
     parser.set_defaults(run=run)
 
 
@@ -50,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = Checkpoint(args.model)
     plan = options.plan_of(args, checkpoint)
     try:
-        report = split_checkpoint(checkpoint, plan, args.out)
+        report = split_checkpoint(
+            checkpoint, plan, args.out, weight_format=args.weight_format
+        )
     except KeyboardInterrupt:
         print("stopped; the same command continues the split", file=sys.stderr)
         return 130

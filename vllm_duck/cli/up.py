@@ -6,10 +6,13 @@ from pathlib import Path
 
 from vllm_duck.cli import options
 from vllm_duck.cli.stopping import StopRequest
+from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.endpoints import UNIX_PREFIX
 from vllm_duck.executor.local import LocalDucks
 from vllm_duck.executor.process import thread_cpus
+from vllm_duck.executor.shards import ShardPlan
+from vllm_duck.executor.split_format import Manifest, split_directories
 
 _POLL_S = 0.2
 
@@ -17,7 +20,9 @@ _EPILOG = """\
   $ vllm-duck up MODEL --ducks 2
   VLLM_DUCK_ENDPOINTS=unix:/tmp/vllm-duck-x/0,unix:/tmp/vllm-duck-x/1
 
-and in another terminal, that line before the command:
+From the directories that `vllm-duck split MODEL OUT` made: `vllm-duck up OUT`.
+
+In another terminal, that line before the command:
 
   $ VLLM_DUCK_ENDPOINTS=... vllm serve MODEL \\
       --speculative-config '{"method": "duck_mtp1"}'
@@ -63,22 +68,25 @@ def add_parser(
         metavar="N",
         help="kernel threads of each duck (default: the cpus over the ducks)",
     )
+    options.add_weight_format(parser)
     options.add_server_security(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    plan = options.plan_of(args, Checkpoint(args.model))
-    print(f"loading {len(plan.shards)} ducks ...", file=sys.stderr, flush=True)
+    plan = _plan(args)
+    num_ducks = len(plan.shards)
+    print(f"loading {num_ducks} ducks ...", file=sys.stderr, flush=True)
     stop = StopRequest()
     with stop.raising():
         ducks = LocalDucks.start(
             args.model,
             plan=plan,
             num_threads=args.threads,
-            listen=_listen(args, len(plan.shards)),
+            listen=_listen(args, num_ducks),
             # What the user's taskset allows, not the whole machine.
             cpus=thread_cpus(),
+            weight_format=args.weight_format,
             serve_flags=_security_flags(args),
         )
     with ducks:
@@ -88,6 +96,18 @@ def run(args: argparse.Namespace) -> int:
                 return 0
     print(f"vllm-duck: error: {message}; stopped the others", file=sys.stderr)
     return 1
+
+
+def _plan(args: argparse.Namespace) -> ShardPlan:
+    directories = split_directories(args.model)
+    if not directories:
+        return options.plan_of(args, Checkpoint(args.model))
+    if (args.plan, args.ducks, args.weights, args.experts_by) != (None,) * 4:
+        raise DuckConfigError(
+            f"{args.model} is split already, which says what each duck holds; leave "
+            "out --ducks, --weights, --experts-by and --plan"
+        )
+    return Manifest.read(directories[0]).plan
 
 
 def _listen(args: argparse.Namespace, num_ducks: int) -> list[str] | None:

@@ -5,18 +5,23 @@ is a `uint16` array that holds its bits.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_duck.errors import DuckShapeError
+from vllm_duck.errors import DuckConfigError, DuckShapeError
 
 PROTOCOL_VERSION = 1
 
 BF16 = np.dtype(np.uint16)
 F32 = np.dtype(np.float32)
+
+# How a checkpoint stores its experts.
+CHECKPOINT_FORMATS = ("e4m3-block128", "bf16")
+# What --weight-format takes, and the name of what the experts then become.
+REQUANTIZED_FORMATS = {"int8": "int8-group128", "int4": "int4-group32"}
 
 # How the host wants partial sums on the wire.
 ReplyDtype = Literal["bf16", "fp32"]
@@ -32,8 +37,24 @@ class ModelSummary:
     hidden_size: int
     moe_intermediate_size: int
     n_routed_experts: int
-    # "e4m3-block128" or "bf16".
+    # "e4m3-block128" or "bf16"; of ducks also one of REQUANTIZED_FORMATS.
     weight_format: str
+
+    def requantized(self, choice: str | None) -> "ModelSummary":
+        """The model as ducks with this --weight-format hold it; None changes nothing.
+
+        Raises:
+            DuckConfigError: the experts are re-quantised already, to another format.
+        """
+        if choice is None:
+            return self
+        weight_format = REQUANTIZED_FORMATS[choice]
+        if self.weight_format not in (*CHECKPOINT_FORMATS, weight_format):
+            raise DuckConfigError(
+                f"--weight-format {choice} must find the checkpoint's own weights, got "
+                f"{self.weight_format}; split the model again"
+            )
+        return replace(self, weight_format=weight_format)
 
 
 @dataclass(frozen=True)
@@ -72,7 +93,7 @@ class DuckInfo:
     hidden_size: int
     moe_intermediate_size: int
     n_routed_experts: int
-    # "e4m3-block128" or "bf16".
+    # See ModelSummary.
     weight_format: str
     # The instruction set the kernel chose: "amx", "avx512", "avx2", "portable".
     isa: str

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from vllm_duck.errors import DuckCheckpointError, DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint, TensorPlace
 from vllm_duck.executor.duck import ModelSummary, Shard
-from vllm_duck.executor.kernel import BLOCK, LayerWeights
+from vllm_duck.executor.kernel import BLOCK, GROUP_SIZES, LayerWeights
 
-_WEIGHT_DTYPES = {"e4m3-block128": "F8_E4M3", "bf16": "BF16"}
+_WEIGHT_DTYPES = {
+    "e4m3-block128": "F8_E4M3",
+    "bf16": "BF16",
+    "int8-group128": "I8",
+    "int4-group32": "U8",
+}
 _PROJECTIONS = ("gate", "up", "down")
 
 
@@ -32,29 +37,29 @@ class ExpertTensor:
 
     # The argument of LayerWeights.load_expert.
     key: str
+    # The end of its name: "weight", "weight_scale_inv" or "weight_scale".
+    suffix: str
     # As safetensors spells it.
     dtype: str
     # Of the whole model's tensor.
     shape: tuple[int, int]
-
-    @property
-    def is_scale(self) -> bool:
-        return self.key.endswith("_scale")
+    # Weights that an element stands for, along either axis.
+    step: tuple[int, int]
 
     def name(self, layer_idx: int, expert_id: int) -> str:
         projection = self.key.removesuffix("_scale")
         return (
             f"model.layers.{layer_idx}.mlp.experts.{expert_id}.{projection}_proj."
-            f"weight{'_scale_inv' if self.is_scale else ''}"
+            f"{self.suffix}"
         )
 
     def owned(self, shard: Shard) -> Rectangle:
         """The shard's columns are rows of gate and up, and columns of down; a scale
-        block that they touch counts whole."""
-        own = slice(shard.column_lo, shard.column_hi)
-        if self.is_scale:
-            own = slice(own.start // BLOCK, -(-own.stop // BLOCK))
-        if self.key.startswith("down"):
+        that they touch counts whole."""
+        axis = 1 if self.key.startswith("down") else 0
+        step = self.step[axis]
+        own = slice(shard.column_lo // step, -(-shard.column_hi // step))
+        if axis == 1:
             return Rectangle(slice(0, self.shape[0]), own)
         return Rectangle(own, slice(0, self.shape[1]))
 
@@ -83,11 +88,17 @@ class ExpertTensor:
 
 def expert_tensors(model: ModelSummary) -> tuple[ExpertTensor, ...]:
     """All tensors of one expert, weights first."""
-    wide, tall = model.moe_intermediate_size, model.hidden_size
-    weights = _three(_WEIGHT_DTYPES[model.weight_format], "", wide, tall)
-    if model.weight_format == "bf16":
+    weight_format = model.weight_format
+    codes_a_byte = 2 if weight_format == "int4-group32" else 1
+    dtype = _WEIGHT_DTYPES[weight_format]
+    weights = _three(model, "", "weight", dtype, (1, codes_a_byte))
+    if weight_format == "bf16":
         return weights
-    return weights + _three("F32", "_scale", -(-wide // BLOCK), -(-tall // BLOCK))
+    if weight_format in GROUP_SIZES:
+        step = 1, GROUP_SIZES[weight_format]
+        return weights + _three(model, "_scale", "weight_scale", "BF16", step)
+    step = BLOCK, BLOCK
+    return weights + _three(model, "_scale", "weight_scale_inv", "F32", step)
 
 
 def check_shard(shard: Shard, model: ModelSummary) -> None:
@@ -119,15 +130,13 @@ def allocate_layer(shard: Shard, model: ModelSummary) -> LayerWeights:
 
 
 def _three(
-    dtype: str, suffix: str, num_columns: int, num_hidden: int
+    model: ModelSummary, key_end: str, suffix: str, dtype: str, step: tuple[int, int]
 ) -> tuple[ExpertTensor, ...]:
-    return tuple(
-        ExpertTensor(
-            f"{projection}{suffix}",
-            dtype,
-            (num_hidden, num_columns)
-            if projection == "down"
-            else (num_columns, num_hidden),
-        )
-        for projection in _PROJECTIONS
-    )
+    tensors = []
+    for projection in _PROJECTIONS:
+        rows, columns = model.moe_intermediate_size, model.hidden_size
+        if projection == "down":
+            rows, columns = columns, rows
+        shape = -(-rows // step[0]), -(-columns // step[1])
+        tensors.append(ExpertTensor(projection + key_end, suffix, dtype, shape, step))
+    return tuple(tensors)

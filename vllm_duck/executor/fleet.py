@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from vllm_duck.executor.client import DEFAULT_DEADLINE_S, GrpcDuck
 from vllm_duck.executor.codec import encode_request
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
+    REQUANTIZED_FORMATS,
     CallTimes,
     Duck,
     DuckInfo,
@@ -128,7 +129,8 @@ class Fleet:
 
         Raises:
             DuckProtocolError: a duck of another protocol version.
-            DuckConfigError: a duck of another model, a gap or an overlap.
+            DuckConfigError: a duck of another model or another --weight-format than
+                the first, a gap or an overlap.
         """
         infos = self.describe(connect_s=connect_s)
         names = [duck.name for duck in self._ducks]
@@ -140,6 +142,7 @@ class Fleet:
             owner = "this host"
         for name, info in zip(names, infos, strict=True):
             _check_model(name, info.model, expect, owner=owner)
+        _check_weight_formats(names, infos)
         check_tiling(
             [info.shard for info in infos],
             [f"duck {name}" for name in names],
@@ -287,10 +290,23 @@ def _check_version(name: str, info: DuckInfo) -> None:
 def _check_model(
     name: str, got: ModelSummary, expect: ModelSummary, *, owner: str
 ) -> None:
+    if got.weight_format in REQUANTIZED_FORMATS.values():
+        # Made from whatever the checkpoint has.
+        got = replace(got, weight_format=expect.weight_format)
     for what in ModelSummary.__dataclass_fields__:
         expected_value, got_value = getattr(expect, what), getattr(got, what)
         if got_value != expected_value:
             raise DuckConfigError(
                 f"duck {name} has {what} {got_value}, {owner} has {expected_value}; "
                 "start all ducks and the host with the same checkpoint"
+            )
+
+
+def _check_weight_formats(names: Sequence[str], infos: Sequence[DuckInfo]) -> None:
+    first = infos[0].weight_format
+    for name, info in zip(names, infos, strict=True):
+        if info.weight_format != first:
+            raise DuckConfigError(
+                f"duck {name} holds {info.weight_format}, duck {names[0]} {first}; "
+                "split or serve all of them with the same --weight-format"
             )

@@ -8,9 +8,9 @@ Invariants, pinned by tests:
   threads, the order of calls, or the order of experts within the row.
 - Every instruction set gives the same bits (values below 2^-126 count as zero), so a
   replica on another machine continues a generation exactly.
-- e4m3 is decoded exactly, subnormals included; scale * (sum of up to 128 products)
-  happens in fp32; gate, up and their product are fp32, rounded once to bf16 as the
-  input of down; partial sums are fp32.
+- Weights are decoded exactly, e4m3 subnormals included; scale * (sum of the products
+  that share it, up to 128) happens in fp32; gate, up and their product are fp32,
+  rounded once to bf16 as the input of down; partial sums are fp32.
 
 The order of additions is written down in csrc/kernel.h, the layout in csrc/layout.h.
 """
@@ -28,15 +28,18 @@ from vllm_duck.executor import _kernel
 
 ISAS = ("amx", "avx512", "avx2", "portable")
 ISA_ENV = "VLLM_DUCK_ISA"
-WEIGHT_FORMATS = ("e4m3-block128", "bf16")
+# In the order of csrc/layout.h. The last two are what requantize.py makes.
+WEIGHT_FORMATS = ("e4m3-block128", "bf16", "int8-group128", "int4-group32")
 
 BLOCK = 128
+# Weights along k that share a scale in the formats that have one for each column.
+GROUP_SIZES = {"int8-group128": 128, "int4-group32": 32}
 # Column counts and hidden sizes are multiples of this: the kernel's vector of outputs.
 GRANULE = 16
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 Weights = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
-Scales = npt.NDArray[np.float32]
+Scales = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 
 
 class LayerWeights:
@@ -66,7 +69,7 @@ class LayerWeights:
             hidden_size,
             num_columns,
             column_offset,
-            int(weight_format == "bf16"),
+            WEIGHT_FORMATS.index(weight_format),
         )
 
     @classmethod
@@ -98,7 +101,7 @@ class LayerWeights:
 
     @property
     def num_column_blocks(self) -> int:
-        """Scale blocks that the shard's columns touch."""
+        """128-wide scale blocks that the shard's columns touch."""
         return -(-(self.column_offset + self.num_columns) // BLOCK)
 
     @property
@@ -107,12 +110,21 @@ class LayerWeights:
 
     @property
     def weight_bytes(self) -> int:
-        """The slice as the checkpoint has it, scales included."""
+        """The slice as files have it, scales included."""
         num_weights = 3 * self.num_columns * self.hidden_size
-        num_scales = 3 * self.num_column_blocks * self.num_hidden_blocks
         if self.weight_format == "bf16":
             return self.num_experts * 2 * num_weights
-        return self.num_experts * (num_weights + 4 * num_scales)
+        group_size = GROUP_SIZES.get(self.weight_format)
+        if group_size is None:
+            num_scales = 3 * self.num_column_blocks * self.num_hidden_blocks
+            return self.num_experts * (num_weights + 4 * num_scales)
+        num_scales = 2 * self.num_columns * num_groups(0, self.hidden_size, group_size)
+        num_scales += self.hidden_size * num_groups(
+            self.column_offset, self.num_columns, group_size
+        )
+        if self.weight_format == "int4-group32":
+            num_weights //= 2
+        return self.num_experts * (num_weights + 2 * num_scales)
 
     @property
     def resident_bytes(self) -> int:
@@ -139,6 +151,7 @@ class LayerWeights:
             down                  [H, I]
             gate_scale, up_scale  [c, h]  float32, C-contiguous; None for bf16
             down_scale            [h, c]
+        For int8 and int4 all are as requantize.py makes them.
         Raises:
             DuckShapeError: a shape or dtype disagrees, or expert_idx is out of range.
             DuckCheckpointError: a weight or scale is not finite; names the tensor. The
@@ -154,7 +167,8 @@ class LayerWeights:
         )
         if bad is not None:
             matrix, is_scale = bad
-            tensor = "weight_scale_inv" if is_scale else "weight"
+            suffix = "_scale" if self.weight_format in GROUP_SIZES else "_scale_inv"
+            tensor = f"weight{suffix}" if is_scale else "weight"
             what = "a scale that is NaN, infinite or >= 2^120" if is_scale else "a NaN"
             raise DuckCheckpointError(
                 f"expert {expert_idx} of the shard: {_MATRICES[matrix]}.{tensor} must "
@@ -292,6 +306,11 @@ def physical_cores() -> list[int]:
     for cpu in sorted(os.sched_getaffinity(0)):
         cores.setdefault(_siblings(cpu), cpu)
     return list(cores.values())
+
+
+def num_groups(first: int, count: int, group_size: int) -> int:
+    """Groups that `count` weights touch, when groups are counted from weight 0."""
+    return -(-(first + count) // group_size) - first // group_size
 
 
 def _siblings(cpu: int) -> str:

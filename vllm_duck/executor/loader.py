@@ -20,6 +20,7 @@ from vllm_duck.executor.expert_tensors import (
 )
 from vllm_duck.executor.kernel import LayerWeights
 from vllm_duck.executor.progress import ByteProgress
+from vllm_duck.executor.requantize import load_expert
 from vllm_duck.executor.tensor_reader import TensorReader
 
 # Reading waits for the disk and packing for the CPU: a few threads keep both busy.
@@ -31,6 +32,8 @@ class LoadedShard:
     """The experts of one shard, ready for the kernel."""
 
     shard: Shard
+    # With the weight format that they have in memory.
+    model: ModelSummary
     layers: dict[int, LayerWeights]
     num_bytes_read: int
     seconds: float
@@ -49,9 +52,15 @@ class _Tile:
 
 
 def load_shard(
-    checkpoint: Checkpoint, shard: Shard, *, show_progress: bool = True
+    checkpoint: Checkpoint,
+    shard: Shard,
+    *,
+    weight_format: str | None = None,
+    show_progress: bool = True,
 ) -> LoadedShard:
     """Read what the shard owns of every MoE layer, and nothing else.
+
+    weight_format: "int8" or "int4" to hold the experts in fewer bits.
 
     Every tensor is checked before the first is read: a checkpoint that lacks one of a
     hundred thousand says so at once, not after an hour.
@@ -63,13 +72,14 @@ def load_shard(
         DuckShapeError: the kernel cannot use such a column range.
     """
     start_s = time.monotonic()
-    model = checkpoint.summary
+    source = checkpoint.summary
+    model = source.requantized(weight_format)
     check_shard(shard, model)
-    experts = list(_expert_tiles(checkpoint, shard, model))
+    experts = list(_expert_tiles(checkpoint, shard, source))
     layers = {layer_idx: allocate_layer(shard, model) for layer_idx in model.layer_ids}
     progress = ByteProgress(
         f"Loading {shard}",
-        total_bytes=sum(weights.weight_bytes for weights in layers.values()),
+        total_bytes=shard_bytes(source, shard),
         is_shown=show_progress,
     )
     with progress, TensorReader() as reader:
@@ -88,7 +98,8 @@ def load_shard(
                 pool.shutdown(cancel_futures=True)
                 raise
         num_bytes_read = reader.num_bytes_read
-    return LoadedShard(shard, layers, num_bytes_read, time.monotonic() - start_s)
+    seconds = time.monotonic() - start_s
+    return LoadedShard(shard, model, layers, num_bytes_read, seconds)
 
 
 def shard_bytes(model: ModelSummary, shard: Shard) -> int:
@@ -125,7 +136,7 @@ def _load_expert(
         for name, tile in tiles.items()
     }
     try:
-        weights.load_expert(expert_idx, **arrays)
+        load_expert(weights, expert_idx, arrays)
     except DuckCheckpointError as error:
         place = tiles["gate"].place
         raise DuckCheckpointError(f"{place.path}: {place.name}: {error}") from error

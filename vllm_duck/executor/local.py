@@ -17,7 +17,6 @@ from pathlib import Path
 
 from vllm_duck.errors import DuckConfigError, DuckTimeout, DuckUnavailable
 from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.endpoints import UNIX_PREFIX
 from vllm_duck.executor.process import (
     allowed_cpus,
@@ -25,6 +24,7 @@ from vllm_duck.executor.process import (
     resident_bytes,
 )
 from vllm_duck.executor.shards import ShardPlan
+from vllm_duck.executor.split_format import split_directories
 
 # What a child that LocalDucks started says on its stdout, once.
 READY = "ready"
@@ -60,39 +60,45 @@ class LocalDucks:
         plan: ShardPlan | None = None,
         listen: Sequence[str] | None = None,
         cpus: Collection[int] | None = None,
+        weight_format: str | None = None,
         serve_flags: Sequence[str] = (),
         start_s: float = DEFAULT_START_S,
     ) -> "LocalDucks":
         """Start the ducks and wait until all serve.
 
+        model_dir: a checkpoint, or what `vllm-duck split` made of one; that has its own
+            plan, and takes neither num_ducks nor plan.
         plan: instead of an even split between `num_ducks`.
         listen: one endpoint a duck, instead of sockets in a private directory.
         num_threads: of each duck's kernel; by default they share out the cpus.
         cpus: for the ducks; by default all that the container allows, although
             vLLM pins its worker, and children inherit that.
+        weight_format: "int8" or "int4" to hold the experts in fewer bits.
 
         Raises:
             DuckConfigError, DuckCheckpointError: found before anything is started.
             DuckUnavailable: a duck ended while it started; says why.
             DuckTimeout: not all ducks serve after `start_s`.
         """
-        plan = plan or _even_plan(Checkpoint(model_dir), num_ducks)
+        sources = _sources(Path(model_dir), plan, num_ducks)
         cpus = cpus or allowed_cpus()
-        num_threads = num_threads or max(1, len(cpus) // len(plan.shards))
+        num_threads = num_threads or max(1, len(cpus) // len(sources))
         with ExitStack() as undo:
             directory = None
             if listen is None:
                 directory = Path(tempfile.mkdtemp(prefix="vllm-duck-"))
                 undo.callback(shutil.rmtree, directory, ignore_errors=True)
-                listen = _socket_endpoints(directory, len(plan.shards))
+                listen = _socket_endpoints(directory, len(sources))
             flags = [
                 f"--threads={num_threads}",
                 f"--cpus={','.join(map(str, sorted(cpus)))}",
                 *serve_flags,
             ]
+            if weight_format is not None:
+                flags.append(f"--weight-format={weight_format}")
             children = []
-            for endpoint, shard in zip(listen, plan.shards, strict=True):
-                child = _spawn(Path(model_dir), endpoint, shard, flags)
+            for endpoint, source in zip(listen, sources, strict=True):
+                child = _spawn(source, endpoint, flags)
                 undo.callback(_end, child)
                 children.append(child)
             deadline_s = time.monotonic() + start_s
@@ -137,6 +143,24 @@ class LocalDucks:
         self.stop()
 
 
+def _sources(
+    model_dir: Path, plan: ShardPlan | None, num_ducks: int
+) -> list[list[str]]:
+    """What `vllm-duck serve` is told of each duck's shard."""
+    directories = split_directories(model_dir)
+    if directories:
+        return [[str(directory)] for directory in directories]
+    plan = plan or _even_plan(Checkpoint(model_dir), num_ducks)
+    return [
+        [
+            str(model_dir),
+            f"--columns={shard.column_lo}:{shard.column_hi}",
+            f"--experts={shard.expert_lo}:{shard.expert_hi}",
+        ]
+        for shard in plan.shards
+    ]
+
+
 def _even_plan(checkpoint: Checkpoint, num_ducks: int) -> ShardPlan:
     return ShardPlan.even(
         num_ducks,
@@ -156,14 +180,10 @@ def _socket_endpoints(directory: Path, num_ducks: int) -> list[str]:
     return endpoints
 
 
-def _spawn(
-    model_dir: Path, endpoint: str, shard: Shard, flags: Sequence[str]
-) -> _Child:
+def _spawn(source: Sequence[str], endpoint: str, flags: Sequence[str]) -> _Child:
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "vllm_duck.cli", "serve", str(model_dir)),
-            f"--columns={shard.column_lo}:{shard.column_hi}",
-            f"--experts={shard.expert_lo}:{shard.expert_hi}",
+            *(sys.executable, "-m", "vllm_duck.cli", "serve", *source),
             f"--listen={endpoint}",
             "--child",
             *flags,

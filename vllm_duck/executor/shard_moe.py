@@ -8,7 +8,6 @@ from vllm_duck.executor.duck import (
     F32,
     PROTOCOL_VERSION,
     DuckInfo,
-    ModelSummary,
     MoeRequest,
     Partial,
     ReplyDtype,
@@ -24,13 +23,12 @@ class ShardMoe:
     def __init__(
         self,
         loaded: LoadedShard,
-        model: ModelSummary,
         *,
         num_threads: int | None = None,
         is_pinned: bool = True,
     ) -> None:
         self._loaded = loaded
-        self._model = model
+        self._model = loaded.model
         self._kernel = MoeKernel(num_threads=num_threads, pin=is_pinned)
 
     @property

@@ -195,6 +195,34 @@ def is_split_directory(directory: str | Path) -> bool:
     return (Path(directory) / MANIFEST_FILE).is_file()
 
 
+def split_directories(parent: str | Path) -> list[Path]:
+    """The ducks' directories in OUT of `vllm-duck split MODEL OUT`, in duck order.
+
+    Empty where there is none.
+
+    Raises:
+        DuckCheckpointError: some are missing, damaged, or of another split.
+    """
+    paths = sorted(Path(parent).glob(f"duck-*/{MANIFEST_FILE}"))
+    found = {path.parent: Manifest.read(path.parent) for path in paths}
+    if not found:
+        return []
+    first = next(iter(found.values()))
+    by_index = {manifest.index: path for path, manifest in found.items()}
+    num_ducks = len(first.plan.shards)
+    are_alike = all(
+        (manifest.model, manifest.plan) == (first.model, first.plan)
+        for manifest in found.values()
+    )
+    if not are_alike or len(found) != num_ducks or len(by_index) != num_ducks:
+        raise DuckCheckpointError(
+            f"{parent} must hold the {num_ducks} directories of one split, got "
+            f"{', '.join(path.name for path in found)}; copy the others there, or "
+            "serve each by itself"
+        )
+    return [by_index[index] for index in range(num_ducks)]
+
+
 def config_record(content: bytes) -> FileRecord:
     return FileRecord(CONFIG_FILE, len(content), hashlib.sha256(content).hexdigest())
 

@@ -73,8 +73,8 @@ class SplitJournal:
         # As JSON spells it: tuples are lists there.
         if entries[0] != json.loads(json.dumps(identity)):
             raise DuckConfigError(
-                f"{out_dir} holds an unfinished split of another model or with another "
-                "plan; name another directory, or remove it"
+                f"{out_dir} holds an unfinished split of another model, or with "
+                "another plan or weight format; name another directory, or remove it"
             )
         self._file.truncate(sum(len(_line(entry)) for entry in entries))
         return {

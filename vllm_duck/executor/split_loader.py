@@ -21,6 +21,7 @@ from vllm_duck.executor.expert_tensors import allocate_layer
 from vllm_duck.executor.kernel import LayerWeights
 from vllm_duck.executor.loader import LoadedShard
 from vllm_duck.executor.progress import ByteProgress
+from vllm_duck.executor.requantize import load_expert
 from vllm_duck.executor.split_format import (
     CONFIG_FILE,
     LayerLayout,
@@ -61,17 +62,22 @@ class SplitDirectory:
     def shard(self) -> Shard:
         return self._manifest.shard
 
-    def load(self, *, show_progress: bool = True) -> LoadedShard:
+    def load(
+        self, *, weight_format: str | None = None, show_progress: bool = True
+    ) -> LoadedShard:
         """Read and verify all files.
+
+        weight_format: "int8" or "int4" to hold the experts in fewer bits.
 
         Raises:
             DuckCheckpointError: names the file that is damaged.
+            DuckConfigError: the split is re-quantised already, to another format.
         """
         start_s = time.monotonic()
+        model = self.summary.requantized(weight_format)
         layouts = self._manifest.layouts()
         layers = {
-            layout.layer_idx: allocate_layer(self.shard, self.summary)
-            for layout in layouts
+            layout.layer_idx: allocate_layer(self.shard, model) for layout in layouts
         }
         num_bytes = sum(layout.num_bytes for layout in layouts)
         progress = ByteProgress(
@@ -89,7 +95,7 @@ class SplitDirectory:
                 pool.shutdown(cancel_futures=True)
                 raise
         seconds = time.monotonic() - start_s
-        return LoadedShard(self.shard, layers, num_bytes, seconds)
+        return LoadedShard(self.shard, model, layers, num_bytes, seconds)
 
     def _check_length(self, file_name: str, num_bytes: int) -> None:
         path = self._directory / file_name
@@ -147,7 +153,7 @@ def _pack(
         for part in layout.parts
     }
     try:
-        weights.load_expert(expert_idx, **arrays)
+        load_expert(weights, expert_idx, arrays)
     except DuckCheckpointError as error:
         return error
     return None

@@ -2,7 +2,8 @@
 
 Invariants, pinned by tests:
 - every tensor is read once, whole, for all ducks together; at most _NUM_THREADS of
-  them are in memory, each with a copy of one slice;
+  them are in memory, each with a copy of one slice (to re-quantise takes whole experts
+  in their place);
 - a file gets its name when it is whole and on the disk, and a directory its manifest
   when all its files are;
 - a rerun writes only the layers that the last one did not finish, and the result has
@@ -12,7 +13,7 @@ Invariants, pinned by tests:
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -22,12 +23,15 @@ import numpy as np
 
 from vllm_duck.errors import DuckCheckpointError, DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint, TensorPlace
+from vllm_duck.executor.duck import ModelSummary
 from vllm_duck.executor.expert_tensors import (
     ExpertTensor,
     allocate_layer,
     expert_tensors,
 )
+from vllm_duck.executor.kernel import BLOCK
 from vllm_duck.executor.progress import ByteProgress
+from vllm_duck.executor.requantize import requantize_expert
 from vllm_duck.executor.shards import ShardPlan
 from vllm_duck.executor.split_format import (
     CONFIG_FILE,
@@ -61,9 +65,12 @@ def split_checkpoint(
     plan: ShardPlan,
     out_dir: Path,
     *,
+    weight_format: str | None = None,
     show_progress: bool = True,
 ) -> SplitReport:
     """Write OUT/duck-0, OUT/duck-1, ..., each with what one shard of the plan owns.
+
+    weight_format: "int8" or "int4" to write the experts in fewer bits.
 
     Every tensor is checked before the first is read, and so is the room on the disk.
 
@@ -76,7 +83,8 @@ def split_checkpoint(
     start_s = time.monotonic()
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        writer = _Writer(checkpoint, plan, out_dir)
+        model = checkpoint.summary.requantized(weight_format)
+        writer = _Writer(checkpoint, model, plan, out_dir)
         kept, written = writer.run(show_progress)
     except OSError as error:
         raise DuckCheckpointError(
@@ -86,9 +94,17 @@ def split_checkpoint(
 
 
 class _Writer:
-    def __init__(self, checkpoint: Checkpoint, plan: ShardPlan, out_dir: Path) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: ModelSummary,
+        plan: ShardPlan,
+        out_dir: Path,
+    ) -> None:
         self._checkpoint = checkpoint
-        self._model = checkpoint.summary
+        # With the weight format that is written.
+        self._model = model
+        self._tensors = expert_tensors(checkpoint.summary)
         self._plan = plan
         self._out_dir = out_dir
         self._is_stopping = threading.Event()
@@ -151,7 +167,7 @@ class _Writer:
             allocate_layer(shard, self._model)
         for layer_idx in self._layer_ids:
             for expert_id in range(self._model.n_routed_experts):
-                for tensor in expert_tensors(self._model):
+                for tensor in self._tensors:
                     tensor.find(self._checkpoint, layer_idx, expert_id)
 
     def _is_complete(self) -> bool:
@@ -163,8 +179,9 @@ class _Writer:
             manifest = Manifest.read(path.parent)
             if (manifest.model, manifest.plan) != (self._model, self._plan):
                 raise DuckConfigError(
-                    f"{path.parent} belongs to a split of another model or with "
-                    "another plan; name another directory, or remove it"
+                    f"{path.parent} belongs to a split of another model, or with "
+                    "another plan or weight format; name another directory, or "
+                    "remove it"
                 )
         return all(
             (directory / MANIFEST_FILE).exists()
@@ -220,12 +237,37 @@ class _Writer:
             ]
             for expert_id in range(self._model.n_routed_experts):
                 owners = [file for file in files if file.has_expert(expert_id)]
-                for tensor in expert_tensors(self._model):
+                places = {
+                    tensor: tensor.find(self._checkpoint, layer_idx, expert_id)
+                    for tensor in self._tensors
+                }
+                for num_bytes in self._write_expert(reader, places, owners):
+                    progress.add(num_bytes)
                     if self._is_stopping.is_set():
                         raise InterruptedError("another layer failed")
-                    place = tensor.find(self._checkpoint, layer_idx, expert_id)
-                    progress.add(_copy_tensor(reader, place, tensor, owners))
             return [file.finish() for file in files]
+
+    def _write_expert(
+        self,
+        reader: TensorReader,
+        places: dict[ExpertTensor, TensorPlace],
+        owners: list[LayerFile],
+    ) -> Iterator[int]:
+        """Append one expert to its owners' files; yields the bytes of each write."""
+        if self._model == self._checkpoint.summary:
+            for tensor, place in places.items():
+                yield _copy_tensor(reader, place, tensor, owners)
+            return
+        whole = {tensor: _read_whole(reader, place) for tensor, place in places.items()}
+        for file in owners:
+            made = requantize_expert(
+                {tensor.key: _part(whole[tensor], tensor, file) for tensor in whole},
+                column_offset=file.layout.shard.column_lo % BLOCK,
+                weight_format=self._model.weight_format,
+            )
+            yield sum(
+                file.append(made[part.tensor.key].data) for part in file.layout.parts
+            )
 
     def _write_manifests(self, journal: SplitJournal) -> None:
         config = (self._checkpoint.model_dir / CONFIG_FILE).read_bytes()
@@ -249,11 +291,15 @@ def _copy_tensor(
 ) -> int:
     """Give each owner its part. A function of its own: one tensor ends before the
     next is read."""
+    whole = _read_whole(reader, place)
+    return sum(file.append(_part(whole, tensor, file).data) for file in owners)
+
+
+def _read_whole(reader: TensorReader, place: TensorPlace) -> np.ndarray:
     rows, columns = (slice(0, size) for size in place.shape)
-    whole = reader.read(place, rows, columns)
-    num_bytes = 0
-    for file in owners:
-        owned = tensor.owned(file.layout.shard)
-        part = np.ascontiguousarray(whole[owned.rows, owned.columns])
-        num_bytes += file.append(part.data)
-    return num_bytes
+    return reader.read(place, rows, columns)
+
+
+def _part(whole: np.ndarray, tensor: ExpertTensor, file: LayerFile) -> np.ndarray:
+    owned = tensor.owned(file.layout.shard)
+    return np.ascontiguousarray(whole[owned.rows, owned.columns])

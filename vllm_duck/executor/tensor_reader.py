@@ -10,9 +10,11 @@ import numpy as np
 from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.checkpoint import TensorPlace
 
-# e4m3 and bf16 are kept as bits: numpy has neither.
+# All but F32 are kept as bits: numpy has no e4m3, bf16 or int4.
 NUMPY_DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(np.uint8),
+    "I8": np.dtype(np.uint8),
+    "U8": np.dtype(np.uint8),
     "BF16": np.dtype(np.uint16),
     "F32": np.dtype(np.float32),
 }

@@ -58,14 +58,14 @@ inline void multiply_any(int row_tiles, int matrices, const Activations& a,
                   : multiply<1, 1>(a, b, num_tiles, out);
 }
 
-inline void add_scaled_group(float scale, const float* product, float* total) {
-  __m512 scaled = _mm512_mul_ps(_mm512_set1_ps(scale), _mm512_load_ps(product));
+inline void add_scaled_group(__m512 scale, const float* product, float* total) {
+  __m512 scaled = _mm512_mul_ps(scale, _mm512_load_ps(product));
   _mm512_store_ps(total, _mm512_add_ps(_mm512_load_ps(total), scaled));
 }
 
 // total[row][matrix] += scale * product, for the rows of `row_tiles` row tiles.
 inline void add_scaled(const Products& products, int row_tiles, int rows_per_tile,
-                       int matrices, const float scale[2], float* total) {
+                       int matrices, const __m512 scale[2], float* total) {
   for (int rt = 0; rt < row_tiles; ++rt)
     for (int r = 0; r < rows_per_tile; ++r, total += 2 * kGroup)
       for (int m = 0; m < matrices; ++m)

@@ -21,7 +21,7 @@ struct Block {
   int matrices;
   const uint8_t* a;  // activations [row][k] at this segment
   ptrdiff_t a_row_bytes;
-  float scales[kMaxMatrices];
+  SegmentScale scales[kMaxMatrices];
   float* total;  // [row][matrix][16], kTotalStride apart
 };
 
@@ -87,7 +87,7 @@ class Stream {
     if (block_.matrices > 3) tile_store<3>(c[3], kTileRowBytes);
     for (int r = 0; r < num_rows_; ++r)
       for (int m = 0; m < block_.matrices; ++m)
-        add_scaled_group(block_.scales[m], c[m][r],
+        add_scaled_group(scale_vector(block_.scales[m]), c[m][r],
                          block_.total + r * kTotalStride + m * kGroup);
   }
 

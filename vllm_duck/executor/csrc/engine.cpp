@@ -209,6 +209,8 @@ void Engine::first_touch(Layer* layer) {
       share(data, shape.column_groups(), 2 * shape.gate_group_bytes());
       share(data + shape.gate_up_bytes(), shape.hidden_groups(),
             shape.down_group_bytes());
+      uint8_t* scales = data + shape.weight_bytes();
+      share(scales, 1, shape.expert_bytes() - shape.weight_bytes());
     }
   });
 }

@@ -19,50 +19,72 @@ constexpr int kNearBytes = 1024;
 constexpr int kFarBytes = 8192;
 
 template <class S>
-inline void prefetch_line(const uint8_t* at) {
+DUCK_INLINE void prefetch_line(const uint8_t* at) {
   S::prefetch(at + kNearBytes);
   S::prefetch_far(at + kFarBytes);
 }
 
+// What is decoded at once: k for each of the 16 columns.
+constexpr int unit_k(Format format) {
+  return format == Format::kInt4 ? 2 * kStepK : kStepK;
+}
+
 template <class S, Format kFormat, bool kAnyZeroExponent>
-inline void decode_step(const uint8_t* tile, int step, int column, typename S::F w[4]) {
+inline void decode_unit(const uint8_t* tile, int unit, int column,
+                        typename S::F w[unit_k(kFormat)]) {
+  const uint8_t* at = tile + (unit * kGroup + column) * 4;
   if constexpr (kFormat == Format::kE4m3) {
-    S::template decode_e4m3<kAnyZeroExponent>(tile + (step * kGroup + column) * 4, w);
+    S::template decode_e4m3<kAnyZeroExponent>(at, w);
+  } else if constexpr (kFormat == Format::kInt8) {
+    S::decode_int8(at, w);
+  } else if constexpr (kFormat == Format::kInt4) {
+    S::decode_int4(at, w);
   } else {
-    S::decode_bf16(tile + (step * 2 * kGroup + column) * 4, w);
-    S::decode_bf16(tile + ((step * 2 + 1) * kGroup + column) * 4, w + 2);
+    S::decode_bf16(tile + (unit * 2 * kGroup + column) * 4, w);
+    S::decode_bf16(tile + ((unit * 2 + 1) * kGroup + column) * 4, w + 2);
   }
 }
 
 template <class S, Format kFormat>
-inline void prefetch_step(const uint8_t* tile, int step) {
-  constexpr int kStepBytes = kGroup * kStepK * element_bytes(kFormat);
-  for (int at = 0; at < kStepBytes; at += 64)
-    prefetch_line<S>(tile + step * kStepBytes + at);
+DUCK_INLINE void prefetch_unit(const uint8_t* tile, int unit) {
+  constexpr int kBytes = packed_bytes(kFormat, kGroup * unit_k(kFormat));
+  for (int at = 0; at < kBytes; at += 64) prefetch_line<S>(tile + unit * kBytes + at);
+}
+
+// The scale of columns from `column` on.
+template <class S, Format kFormat>
+inline typename S::F scale_at(const SegmentScale& scale, int column) {
+  if constexpr (is_grouped(kFormat))
+    return S::load_bf16(scale.columns + column);
+  else
+    return S::broadcast(scale.block);
 }
 
 // acc[r][i] += tile . x[r], for lanes i of the columns from `column` on.
 template <class S, Format kFormat, int R, int kVectors, bool kAnyZeroExponent,
-          int kSteps>
+          int kNumK>
 inline void tile_dot(const uint8_t* tile, int column, const float* const x[], int k,
                      typename S::F acc[R][kVectors]) {
   typename S::F even[R][kVectors], odd[R][kVectors];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < kVectors; ++v) even[r][v] = odd[r][v] = S::zero();
+  constexpr int kUnitK = unit_k(kFormat);
 #pragma GCC unroll 8
-  for (int step = 0; step < kSteps; ++step) {
-    if (column == 0) prefetch_step<S, kFormat>(tile, step);
+  for (int unit = 0; unit < kNumK / kUnitK; ++unit) {
+    if (column == 0) prefetch_unit<S, kFormat>(tile, unit);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      typename S::F w[4];
-      decode_step<S, kFormat, kAnyZeroExponent>(tile, step, column + v * S::kLanes, w);
+      typename S::F w[kUnitK];
+      decode_unit<S, kFormat, kAnyZeroExponent>(tile, unit, column + v * S::kLanes, w);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const float* at = x[r] + k + step * kStepK;
-        even[r][v] = S::add_exact_product(w[0], S::broadcast(at[0]), even[r][v]);
-        odd[r][v] = S::add_exact_product(w[1], S::broadcast(at[1]), odd[r][v]);
-        even[r][v] = S::add_exact_product(w[2], S::broadcast(at[2]), even[r][v]);
-        odd[r][v] = S::add_exact_product(w[3], S::broadcast(at[3]), odd[r][v]);
+        const float* at = x[r] + k + unit * kUnitK;
+#pragma GCC unroll 4
+        for (int i = 0; i < kUnitK; i += 2) {
+          even[r][v] = S::add_exact_product(w[i], S::broadcast(at[i]), even[r][v]);
+          odd[r][v] =
+              S::add_exact_product(w[i + 1], S::broadcast(at[i + 1]), odd[r][v]);
+        }
       }
     }
   }
@@ -73,10 +95,11 @@ inline void tile_dot(const uint8_t* tile, int column, const float* const x[], in
 
 // total[r][group] += scale * (segment . x[r]) for one group of 16 columns.
 template <class S, Format kFormat, int R>
-inline void segment_dot(const uint8_t* segment, int num_k, unsigned mark, float scale,
-                        const float* const x[], int k, float total[R][kGroup]) {
+inline void segment_dot(const uint8_t* segment, int num_k, unsigned mark,
+                        const SegmentScale& scale, const float* const x[], int k,
+                        float total[R][kGroup]) {
   constexpr int kVectors = R <= 2 && S::kLanes < kGroup ? 2 : 1;
-  constexpr int kTileBytes = kGroup * kTileK * element_bytes(kFormat);
+  constexpr int kTileBytes = packed_bytes(kFormat, kGroup * kTileK);
   for (int column = 0; column < kGroup; column += kVectors * S::kLanes) {
     typename S::F acc[R][kVectors];
     for (int r = 0; r < R; ++r)
@@ -86,17 +109,19 @@ inline void segment_dot(const uint8_t* segment, int num_k, unsigned mark, float 
     for (int t = 0; t < num_full; ++t, tile += kTileBytes) {
       int at = k + t * kTileK;
       if (mark >> t & 1)
-        tile_dot<S, kFormat, R, kVectors, true, 8>(tile, column, x, at, acc);
+        tile_dot<S, kFormat, R, kVectors, true, kTileK>(tile, column, x, at, acc);
       else
-        tile_dot<S, kFormat, R, kVectors, false, 8>(tile, column, x, at, acc);
+        tile_dot<S, kFormat, R, kVectors, false, kTileK>(tile, column, x, at, acc);
     }
     if (num_k % kTileK != 0)
-      tile_dot<S, kFormat, R, kVectors, true, 4>(tile, column, x, k + num_full * kTileK,
-                                                 acc);
+      tile_dot<S, kFormat, R, kVectors, true, kTileK / 2>(tile, column, x,
+                                                          k + num_full * kTileK, acc);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kVectors; ++v) {
-        float* out = total[r] + column + v * S::kLanes;
-        S::store(out, S::add(S::load(out), S::mul(S::broadcast(scale), acc[r][v])));
+        int at = column + v * S::kLanes;
+        float* out = total[r] + at;
+        typename S::F scaled = S::mul(scale_at<S, kFormat>(scale, at), acc[r][v]);
+        S::store(out, S::add(S::load(out), scaled));
       }
   }
 }
@@ -107,9 +132,6 @@ void gate_up_few(const ExpertRows& rows, int first_row, int group,
   const LayerShape& shape = *rows.expert.shape;
   KAxis axis = shape.gate_up_axis();
   const uint8_t* weights = rows.expert.gate_up(group);
-  const uint8_t* marks = rows.expert.gate_up_marks(group);
-  const float* scales[2] = {rows.expert.gate_scales(group),
-                            rows.expert.up_scales(group)};
   const float* x[R];
   for (int r = 0; r < R; ++r)
     x[r] = hidden.fp32 + size_t(rows.tokens[first_row + r]) * shape.hidden;
@@ -117,9 +139,10 @@ void gate_up_few(const ExpertRows& rows, int first_row, int group,
   for (int s = 0; s < axis.num_segments(); ++s) {
     int k = axis.begin(s), num_k = axis.end(s) - k;
     for (int m = 0; m < 2; ++m) {
-      segment_dot<S, kFormat, R>(weights, num_k, marks[2 * s + m], scales[m][s], x, k,
+      segment_dot<S, kFormat, R>(weights, num_k, rows.expert.gate_up_mark(group, s, m),
+                                 rows.expert.gate_up_scale(group, s, m), x, k,
                                  total[m]);
-      weights += kGroup * num_k * element_bytes(kFormat);
+      weights += packed_bytes(kFormat, kGroup * num_k);
     }
   }
   uint16_t* act = rows.act + shape.act_offset(group);
@@ -143,14 +166,13 @@ void down_few(const ExpertRows& rows, int first_row, int group, const float* con
   const LayerShape& shape = *rows.expert.shape;
   KAxis axis = shape.down_axis();
   const uint8_t* weights = rows.expert.down(group);
-  const uint8_t* marks = rows.expert.down_marks(group);
-  const float* scales = rows.expert.down_scales(group);
   alignas(64) float total[R][kGroup] = {};
   for (int s = 0; s < axis.num_segments(); ++s) {
     int k = axis.begin(s), num_k = axis.end(s) - k;
-    segment_dot<S, kFormat, R>(weights, num_k, marks[s], scales[s], x,
+    segment_dot<S, kFormat, R>(weights, num_k, rows.expert.down_mark(group, s),
+                               rows.expert.down_scale(group, s), x,
                                axis.padded_begin(s), total);
-    weights += kGroup * num_k * element_bytes(kFormat);
+    weights += packed_bytes(kFormat, kGroup * num_k);
   }
   for (int r = 0; r < R; ++r) {
     float* out = y + rows.tokens[first_row + r] * y_stride;

@@ -76,14 +76,14 @@ void multiply_segment(const ExpertRows& rows, const RowTiles& row_tiles,
   int num_tiles = gate_up_segment(expert, first_group, segment, 0).num_tiles();
   int per_tile = row_tiles.rows_per_tile;
   const uint8_t* b[kMaxGroups][2];
-  float scales[kMaxGroups][2];
+  __m512 scales[kMaxGroups][2];
   for (int g = 0; g < num_groups; ++g) {
     int group = first_group + g;
-    scales[g][0] = expert.gate_scales(group)[segment];
-    scales[g][1] = expert.up_scales(group)[segment];
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < 2; ++m) {
+      scales[g][m] = scale_vector(expert.gate_up_scale(group, segment, m));
       b[g][m] = gate_up_segment(expert, group, segment, m)
                     .convert(scratch.tiles + (2 * g + m) * kSegmentTileBytes);
+    }
   }
   ptrdiff_t panel_tile = ptrdiff_t(row_tiles.padded_rows()) * kTileRowBytes;
   Products products;
@@ -147,8 +147,6 @@ void down_groups(const ExpertRows& rows, const RowTiles& row_tiles, int first_gr
                  size_t y_stride) {
   const LayerShape& shape = *rows.expert.shape;
   KAxis axis = shape.down_axis();
-  const float* scales[2] = {rows.expert.down_scales(first_group),
-                            rows.expert.down_scales(first_group + matrices - 1)};
   ptrdiff_t row_bytes = ptrdiff_t(shape.act_stride()) * 2;
   int per_tile = row_tiles.rows_per_tile;
   Products products;
@@ -162,7 +160,9 @@ void down_groups(const ExpertRows& rows, const RowTiles& row_tiles, int first_gr
       auto* data =
           reinterpret_cast<const uint8_t*>(rows.act) + row * row_bytes + at * 2;
       Activations a = {data, row_bytes, kTileRowBytes, per_tile * row_bytes};
-      float scale[2] = {scales[0][s], scales[1][s]};
+      __m512 scale[2] = {
+          scale_vector(rows.expert.down_scale(first_group, s)),
+          scale_vector(rows.expert.down_scale(first_group + matrices - 1, s))};
       multiply_any(pair, matrices, a, b[s], num_tiles, &products);
       add_scaled(products, pair, per_tile, matrices, scale, total);
       at += num_tiles * kTileK;
@@ -173,23 +173,24 @@ void down_groups(const ExpertRows& rows, const RowTiles& row_tiles, int first_gr
 
 size_t down_scratch_bytes(const LayerShape& shape) {
   size_t segments = shape.down_axis().num_segments();
-  return segments * (2 * kSegmentTileBytes + 2 * sizeof(uint8_t*));
+  size_t tiles = segment_tiles(shape.format);
+  return segments * (2 * tiles * kTileBytes + 2 * sizeof(uint8_t*));
 }
 
 void down_many(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
                uint8_t* scratch) {
   const ExpertView& expert = rows.expert;
   int segments = expert.shape->down_axis().num_segments();
+  int tile_bytes = segment_tiles(expert.shape->format) * kTileBytes;
   RowTiles row_tiles(rows.num_rows);
   tile_configure(row_tiles.rows_per_tile);
-  auto* b = reinterpret_cast<const uint8_t*(*)[2]>(scratch +
-                                                   segments * 2 * kSegmentTileBytes);
+  auto* b = reinterpret_cast<const uint8_t*(*)[2]>(scratch + segments * 2 * tile_bytes);
   for (int group = begin; group < end; group += 2, y += 2 * kGroup) {
     int matrices = group + 1 < end ? 2 : 1;
     for (int m = 0; m < matrices; ++m)
       for (int s = 0; s < segments; ++s)
         b[s][m] = down_segment(expert, group + m, s)
-                      .convert(scratch + (2 * s + m) * kSegmentTileBytes);
+                      .convert(scratch + (2 * s + m) * tile_bytes);
     down_groups(rows, row_tiles, group, matrices, b, y, y_stride);
   }
 }
@@ -234,13 +235,13 @@ void gate_up_few(const ExpertRows& rows, int begin, int end, const HiddenRows& h
   auto make_block = [&](int item, int s) {
     int group = begin + item;
     Block block;
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < 2; ++m) {
       block.segments[m] = gate_up_segment(expert, group, s, m);
+      block.scales[m] = expert.gate_up_scale(group, s, m);
+    }
     block.matrices = 2;
     block.a = a + axis.begin(s) * 2;
     block.a_row_bytes = row_bytes;
-    block.scales[0] = expert.gate_scales(group)[s];
-    block.scales[1] = expert.up_scales(group)[s];
     return block;
   };
   auto finish = [&](int item, const float* total) {
@@ -266,7 +267,7 @@ void down_few(const ExpertRows& rows, int begin, int end, float* y, size_t y_str
     block.matrices = num_groups(item);
     for (int m = 0; m < block.matrices; ++m) {
       block.segments[m] = down_segment(expert, group + m, s);
-      block.scales[m] = expert.down_scales(group + m)[s];
+      block.scales[m] = expert.down_scale(group + m, s);
     }
     block.a = reinterpret_cast<const uint8_t*>(rows.act + axis.padded_begin(s));
     block.a_row_bytes = ptrdiff_t(expert.shape->act_stride()) * 2;

@@ -68,7 +68,7 @@ Dwords swap_middle_bytes(Dwords codes) {
 template <Format format>
 void pack_tile(const uint8_t* source, ptrdiff_t row_bytes, int num_k, uint8_t* tile,
                Seen* seen) {
-  int num_dwords = num_k * element_bytes(format) / 4;
+  int num_dwords = int(packed_bytes(format, num_k)) / 4;
   for (int dword = 0; dword < num_dwords; dword += 4) {
     for (int column = 0; column < kGroup; column += 4) {
       Dwords square[4];
@@ -77,6 +77,8 @@ void pack_tile(const uint8_t* source, ptrdiff_t row_bytes, int num_k, uint8_t* t
         if constexpr (format == Format::kE4m3) {
           inspect_e4m3(codes, seen);
           codes = swap_middle_bytes(codes);
+        } else if constexpr (format == Format::kInt8) {
+          codes = swap_middle_bytes(codes ^ 0x80808080u);
         } else {
           inspect_bf16(codes, seen);
         }
@@ -89,21 +91,57 @@ void pack_tile(const uint8_t* source, ptrdiff_t row_bytes, int num_k, uint8_t* t
   }
 }
 
+// Two bytes of the source are one step of one column.
+void pack_int4_tile(const uint8_t* source, ptrdiff_t row_bytes, int num_k,
+                    uint8_t* tile) {
+  for (int step = 0; step < num_k / kStepK; ++step) {
+    uint8_t* unit = tile + step / 2 * kGroup * 4 + step % 2 * 8;
+    for (int column = 0; column < kGroup; ++column) {
+      const uint8_t* from = source + column * row_bytes + step * 2;
+      uint8_t* to = unit + column / 4 * 16 + column % 4 * 2;
+      to[0] = uint8_t((from[0] & 0x0f) | (from[1] << 4));
+      to[1] = uint8_t((from[0] >> 4) | (from[1] & 0xf0));
+    }
+  }
+}
+
+void pack_any_tile(Format format, const uint8_t* source, ptrdiff_t row_bytes, int num_k,
+                   uint8_t* tile, Seen* seen) {
+  switch (format) {
+    case Format::kE4m3:
+      return pack_tile<Format::kE4m3>(source, row_bytes, num_k, tile, seen);
+    case Format::kBf16:
+      return pack_tile<Format::kBf16>(source, row_bytes, num_k, tile, seen);
+    case Format::kInt8:
+      return pack_tile<Format::kInt8>(source, row_bytes, num_k, tile, seen);
+    case Format::kInt4:
+      return pack_int4_tile(source, row_bytes, num_k, tile);
+  }
+}
+
 // Packs the k of one segment of one group; returns its mark. Sets `not_finite`.
 uint8_t pack_segment(Format format, const uint8_t* source, ptrdiff_t row_bytes,
                      int num_k, uint8_t* out, bool* not_finite) {
   uint8_t mark = 0;
-  int bytes = element_bytes(format);
   for (int k = 0; k < num_k; k += kTileK) {
     Seen seen;
     int tile_k = num_k - k < kTileK ? num_k - k : kTileK;
-    auto* pack =
-        format == Format::kE4m3 ? pack_tile<Format::kE4m3> : pack_tile<Format::kBf16>;
-    pack(source + k * bytes, row_bytes, tile_k, out + k * kGroup * bytes, &seen);
+    pack_any_tile(format, source + packed_bytes(format, k), row_bytes, tile_k,
+                  out + packed_bytes(format, k * kGroup), &seen);
     *not_finite |= any_of(seen.not_finite) != 0;
     if (any_of(seen.zero_exponent)) mark |= uint8_t(1u << (k / kTileK));
   }
   return mark;
+}
+
+// Returns whether all are finite. Source [16 columns][segments], one segment of it.
+bool pack_group_scales(const uint16_t* source, int num_segments, uint16_t* out) {
+  bool good = true;
+  for (int column = 0; column < kGroup; ++column) {
+    out[column] = source[size_t(column) * num_segments];
+    good &= (out[column] & 0x7f80) != 0x7f80;
+  }
+  return good;
 }
 
 bool fix_scales(const float* source, size_t count, float* out) {
@@ -154,31 +192,44 @@ ExpertView Layer::expert(int expert) const {
 
 PackResult Layer::pack(int expert, int matrix, const SourceMatrix& source) {
   ExpertView view = this->expert(expert);
-  bool is_down = matrix == 2;
+  Format format = shape_.format;
+  bool is_down = matrix == 2, not_finite = false, good_scales = true;
   KAxis axis = is_down ? shape_.down_axis() : shape_.gate_up_axis();
+  int num_segments = axis.num_segments();
   int num_groups = is_down ? shape_.hidden_groups() : shape_.column_groups();
-  int bytes = element_bytes(shape_.format);
-  bool not_finite = false;
+  auto* group_scales = const_cast<uint16_t*>(view.group_scales());
+  auto* marks = const_cast<uint8_t*>(view.marks);
   for (int group = 0; group < num_groups; ++group) {
     auto* out = const_cast<uint8_t*>(is_down ? view.down(group) : view.gate_up(group));
-    auto* marks = const_cast<uint8_t*>(is_down ? view.down_marks(group)
-                                               : view.gate_up_marks(group));
     const uint8_t* rows = source.data + group * kGroup * source.row_bytes;
-    for (int s = 0; s < axis.num_segments(); ++s) {
+    for (int s = 0; s < num_segments; ++s) {
       int begin = axis.begin(s), num_k = axis.end(s) - begin;
-      size_t at =
-          size_t(kGroup) * bytes * (is_down ? begin : 2 * begin + matrix * num_k);
-      uint8_t mark = pack_segment(shape_.format, rows + begin * bytes, source.row_bytes,
-                                  num_k, out + at, &not_finite);
-      marks[is_down ? s : 2 * s + matrix] = mark;
+      size_t at = size_t(kGroup) * (is_down ? begin : 2 * begin + matrix * num_k);
+      size_t entry =
+          is_down ? view.down_entry(group, s) : view.gate_up_entry(group, s, matrix);
+      uint8_t mark =
+          pack_segment(format, rows + packed_bytes(format, begin), source.row_bytes,
+                       num_k, out + packed_bytes(format, at), &not_finite);
+      if (format == Format::kE4m3) marks[entry] = mark;
+      if (is_grouped(format)) {
+        auto* scales = static_cast<const uint16_t*>(source.scales) + s;
+        scales += size_t(group) * kGroup * num_segments;
+        good_scales &=
+            pack_group_scales(scales, num_segments, group_scales + entry * kGroup);
+      }
     }
   }
   if (not_finite) return PackResult::kBadWeight;
-  if (shape_.format == Format::kBf16) return PackResult::kOk;
+  if (format == Format::kE4m3)
+    good_scales =
+        pack_block_scales(expert, matrix, static_cast<const float*>(source.scales));
+  return good_scales ? PackResult::kOk : PackResult::kBadScale;
+}
+
+bool Layer::pack_block_scales(int expert, int matrix, const float* source) {
   size_t blocks = size_t(shape_.column_blocks()) * shape_.hidden_blocks();
-  auto* scales = const_cast<float*>(view.scales) + matrix * blocks;
-  return fix_scales(source.scales, blocks, scales) ? PackResult::kOk
-                                                   : PackResult::kBadScale;
+  float* out = scales_.data() + shape_.expert_scales() * expert + matrix * blocks;
+  return fix_scales(source, blocks, out);
 }
 
 PackResult Layer::load(int expert, const SourceMatrix matrices[3], int* bad_matrix) {

@@ -9,11 +9,14 @@
 
 namespace duck {
 
-// A matrix as the checkpoint has it: [columns][k], rows `row_bytes` apart.
+// A matrix as the checkpoint has it: [columns][k], rows `row_bytes` apart; of int4, the
+// lower half of a byte is the even k.
 struct SourceMatrix {
   const uint8_t* data;
   ptrdiff_t row_bytes;
-  const float* scales;  // [blocks of columns][blocks of k], null for bf16
+  // e4m3: fp32 [blocks of columns][blocks of k]; int8 and int4: bf16
+  // [columns][segments]
+  const void* scales;
 };
 
 enum class PackResult { kOk, kBadWeight, kBadScale };
@@ -54,6 +57,7 @@ class Layer {
 
  private:
   PackResult pack(int expert, int matrix, const SourceMatrix& source);
+  bool pack_block_scales(int expert, int matrix, const float* source);
 
   LayerShape shape_;
   Mapping weights_;

@@ -29,12 +29,12 @@ using SegmentFloats = float[kBlock][kGroup];
 
 template <class S, Format kFormat>
 void decode_segment(const uint8_t* segment, int num_k, SegmentFloats out) {
-  constexpr int kStepBytes = kGroup * kStepK * element_bytes(kFormat);
-  for (int step = 0; step * kStepK < num_k; ++step)
+  constexpr int kUnitK = unit_k(kFormat);
+  for (int unit = 0; unit * kUnitK < num_k; ++unit)
     for (int column = 0; column < kGroup; column += S::kLanes) {
-      typename S::F w[4];
-      decode_step<S, kFormat, true>(segment + step * kStepBytes, 0, column, w);
-      for (int i = 0; i < 4; ++i) S::store(&out[step * kStepK + i][column], w[i]);
+      typename S::F w[kUnitK];
+      decode_unit<S, kFormat, true>(segment, unit, column, w);
+      for (int i = 0; i < kUnitK; ++i) S::store(&out[unit * kUnitK + i][column], w[i]);
     }
   for (int k = num_k; k % kTileK != 0; ++k)
     for (int i = 0; i < kGroup; ++i) out[k][i] = 0;
@@ -71,8 +71,8 @@ inline void multiply_tile(const float (*w0)[kGroup], const float (*w1)[kGroup],
 }
 
 // total[row][matrix][16] += scale * (segment . x[row]) for all rows.
-template <class S>
-void multiply_segment(const SegmentFloats w[2], int num_k, const float scales[2],
+template <class S, Format kFormat>
+void multiply_segment(const SegmentFloats w[2], int num_k, const SegmentScale scales[2],
                       const float* x, size_t x_stride, int num_rows, float* total) {
   constexpr int kRows = kRowsAtOnce<S>;
   for (int row = 0; row < num_rows; row += kRows) {
@@ -82,7 +82,7 @@ void multiply_segment(const SegmentFloats w[2], int num_k, const float scales[2]
                               acc);
     float* at = total + size_t(row) * 2 * kGroup;
     for (int i = 0; i < kRows * 2 * kGroup; i += S::kLanes) {
-      typename S::F scale = S::broadcast(scales[i / kGroup % 2]);
+      auto scale = scale_at<S, kFormat>(scales[i / kGroup % 2], i % kGroup);
       S::store(at + i, S::add(S::load(at + i), S::mul(scale, S::load(acc + i))));
     }
   }
@@ -131,14 +131,14 @@ void gate_up_many(const ExpertRows& rows, int begin, int end, const HiddenRows& 
       widen_rows(rows, hidden.bf16, k, num_k, padded_k, scratch.x);
       for (int g = 0; g < groups; ++g) {
         const uint8_t* from =
-            expert.gate_up(first + g) + size_t(kGroup) * element_bytes(kFormat) * 2 * k;
-        size_t bytes = size_t(kGroup) * element_bytes(kFormat) * num_k;
+            expert.gate_up(first + g) + packed_bytes(kFormat, kGroup * 2 * k);
+        size_t bytes = packed_bytes(kFormat, kGroup * num_k);
         decode_segment<S, kFormat>(from, num_k, scratch.w[0]);
         decode_segment<S, kFormat>(from + bytes, num_k, scratch.w[1]);
-        float scales[2] = {expert.gate_scales(first + g)[s],
-                           expert.up_scales(first + g)[s]};
-        multiply_segment<S>(scratch.w, num_k, scales, scratch.x, padded_k, num_rows,
-                            scratch.totals + g * group_floats);
+        SegmentScale scales[2] = {expert.gate_up_scale(first + g, s, 0),
+                                  expert.gate_up_scale(first + g, s, 1)};
+        multiply_segment<S, kFormat>(scratch.w, num_k, scales, scratch.x, padded_k,
+                                     num_rows, scratch.totals + g * group_floats);
       }
     }
     for (int g = 0; g < groups; ++g) {
@@ -166,12 +166,14 @@ void down_many(const ExpertRows& rows, int begin, int end, float* y, size_t y_st
     std::memset(scratch.totals, 0, size_t(num_rows) * 2 * kGroup * sizeof(float));
     for (int s = 0; s < axis.num_segments(); ++s) {
       int num_k = axis.end(s) - axis.begin(s);
-      size_t at = size_t(kGroup) * element_bytes(kFormat) * axis.begin(s);
+      size_t at = packed_bytes(kFormat, kGroup * axis.begin(s));
       decode_segment<S, kFormat>(expert.down(group) + at, num_k, scratch.w[0]);
       decode_segment<S, kFormat>(expert.down(second) + at, num_k, scratch.w[1]);
-      float scales[2] = {expert.down_scales(group)[s], expert.down_scales(second)[s]};
-      multiply_segment<S>(scratch.w, num_k, scales, scratch.x + axis.padded_begin(s),
-                          stride, num_rows, scratch.totals);
+      SegmentScale scales[2] = {expert.down_scale(group, s),
+                                expert.down_scale(second, s)};
+      multiply_segment<S, kFormat>(scratch.w, num_k, scales,
+                                   scratch.x + axis.padded_begin(s), stride, num_rows,
+                                   scratch.totals);
     }
     for (int r = 0; r < rows.num_rows; ++r) {
       float* out = y + rows.tokens[r] * y_stride;

@@ -9,6 +9,7 @@
 
 #include "dispatch.h"
 #include "engine.h"
+#include "quantize.h"
 
 namespace {
 
@@ -136,11 +137,11 @@ bool require_args(Py_ssize_t got, Py_ssize_t expected) {
   return false;
 }
 
-// layer_new(num_experts, hidden, columns, column_phase, is_bf16) -> layer
+// layer_new(num_experts, hidden, columns, column_phase, format) -> layer
 PyObject* layer_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   int v[5];
   if (!require_args(num_args, 5) || !read_ints(args, 5, v)) return nullptr;
-  LayerShape shape = {v[0], v[1], v[2], v[3], v[4] ? Format::kBf16 : Format::kE4m3};
+  LayerShape shape = {v[0], v[1], v[2], v[3], Format(v[4])};
   try {
     return PyCapsule_New(new Layer(shape), kLayerName, destroy<Layer>);
   } catch (const std::bad_alloc&) {
@@ -168,22 +169,26 @@ PyObject* layer_load(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   auto* layer = from_capsule<Layer>(args[0], kLayerName);
   if (!layer) return nullptr;
   const LayerShape& shape = layer->shape();
-  bool is_bf16 = shape.format == Format::kBf16;
+  Format format = shape.format;
   View weights[3], scales[3];
   duck::SourceMatrix matrices[3];
   for (int m = 0; m < 3; ++m) {
-    Py_ssize_t sizes[2] = {shape.columns, shape.hidden};
-    Py_ssize_t blocks[2] = {shape.column_blocks(), shape.hidden_blocks()};
-    int row = m == 2, k = 1 - row;
+    bool is_down = m == 2;
+    Py_ssize_t rows = is_down ? shape.hidden : shape.columns;
+    duck::KAxis axis = is_down ? shape.down_axis() : shape.gate_up_axis();
+    bool is_bf16 = format == Format::kBf16, is_int4 = format == Format::kInt4;
     if (!weights[m].get(args[2 + m], kNames[m], is_bf16 ? "H" : "B",
-                        {sizes[row], sizes[k]}))
+                        {rows, is_int4 ? axis.length / 2 : axis.length}))
       return nullptr;
     matrices[m] = {weights[m].data<uint8_t>(), weights[m].stride(0), nullptr};
     if (is_bf16) continue;
-    if (!scales[m].get(args[5 + m], kNames[3 + m], "f", {blocks[row], blocks[k]}) ||
+    bool is_grouped = duck::is_grouped(format);
+    Py_ssize_t blocks = is_down ? shape.hidden_blocks() : shape.column_blocks();
+    if (!scales[m].get(args[5 + m], kNames[3 + m], is_grouped ? "H" : "f",
+                       {is_grouped ? rows : blocks, axis.num_segments()}) ||
         !scales[m].require_contiguous(kNames[3 + m]))
       return nullptr;
-    matrices[m].scales = scales[m].data<float>();
+    matrices[m].scales = scales[m].data<void>();
   }
   duck::PackResult result;
   int bad_matrix = 0;
@@ -193,6 +198,44 @@ PyObject* layer_load(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   }
   if (result == duck::PackResult::kOk) Py_RETURN_NONE;
   return Py_BuildValue("(ii)", bad_matrix, int(result == duck::PackResult::kBadScale));
+}
+
+// quantize(weight, scale or None, row_phase, k_position, format, codes, scales)
+// -> whether all weights were finite. Weight and codes are [rows][k].
+PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  int v[3];
+  if (!require_args(num_args, 7) || !read_ints(args + 2, 3, v)) return nullptr;
+  View weight, scale, codes, scales;
+  if (!weight.get(args[0], "weight", "BH", {-1, -1})) return nullptr;
+  int rows = int(weight.size(0)), k = int(weight.size(1));
+  bool is_bf16 = weight.code() == 'H';
+  Format from = is_bf16 ? Format::kBf16 : Format::kE4m3, to = Format(v[2]);
+  duck::KAxis blocks(k, v[1], from), groups(k, v[1], to);
+  Py_ssize_t row_blocks = duck::ceil_div(v[0] + rows, duck::kBlock);
+  if (!is_bf16 &&
+      (!scale.get(args[1], "scale", "f", {row_blocks, blocks.num_segments()}) ||
+       !scale.require_contiguous("scale")))
+    return nullptr;
+  if (!codes.get(args[5], "codes", "B", {rows, to == Format::kInt4 ? k / 2 : k},
+                 true) ||
+      !codes.require_contiguous("codes") ||
+      !scales.get(args[6], "scales", "H", {rows, groups.num_segments()}, true) ||
+      !scales.require_contiguous("scales"))
+    return nullptr;
+  duck::QuantizeSource source = {from,
+                                 weight.data<uint8_t>(),
+                                 weight.stride(0),
+                                 is_bf16 ? nullptr : scale.data<float>(),
+                                 rows,
+                                 v[0],
+                                 k,
+                                 v[1]};
+  bool good;
+  {
+    WithoutGil released;
+    good = duck::quantize(source, to, codes.data<uint8_t>(), scales.data<uint16_t>());
+  }
+  return PyBool_FromLong(good);
 }
 
 // engine_new(num_threads, isa, cpus) -> engine, or None if the CPU lacks the isa
@@ -332,6 +375,7 @@ PyMethodDef kMethods[] = {
     {"layer_load", fast(layer_load), METH_FASTCALL, nullptr},
     {"layer_resident_bytes", layer_resident_bytes, METH_O, nullptr},
     {"layer_first_missing", layer_first_missing, METH_O, nullptr},
+    {"quantize", fast(quantize), METH_FASTCALL, nullptr},
     {"engine_new", fast(engine_new), METH_FASTCALL, nullptr},
     {"engine_isa", engine_isa, METH_O, nullptr},
     {"engine_first_touch", fast(engine_first_touch), METH_FASTCALL, nullptr},

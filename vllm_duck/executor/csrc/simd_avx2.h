@@ -5,6 +5,9 @@
 
 #include <cstdint>
 
+#include "inline.h"
+#include "int4_tables.h"
+
 namespace duck {
 namespace {
 
@@ -20,10 +23,10 @@ struct Avx2Simd {
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F add_exact_product(F a, F b, F sum) { return _mm256_fmadd_ps(a, b, sum); }
-  static void prefetch(const void* at) {
+  DUCK_INLINE static void prefetch(const void* at) {
     _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
   }
-  static void prefetch_far(const void* at) {
+  DUCK_INLINE static void prefetch_far(const void* at) {
     _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1);
   }
 
@@ -44,7 +47,44 @@ struct Avx2Simd {
     split(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)), w);
   }
 
+  // The code in the lowest mantissa bits of 2^23, less 2^23 + 128.
+  static void decode_int8(const uint8_t* at, F w[4]) {
+    __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    const __m256i first = _mm256_set1_epi32(0xff);
+    w[0] = from_offset(_mm256_and_si256(codes, first));
+    w[1] = from_offset(_mm256_and_si256(_mm256_srli_epi32(codes, 16), first));
+    w[2] = from_offset(_mm256_and_si256(_mm256_srli_epi32(codes, 8), first));
+    w[3] = from_offset(_mm256_srli_epi32(codes, 24));
+  }
+
+  // Looks the two bytes of a bf16 up for each nibble, and interleaves them.
+  static void decode_int4(const uint8_t* at, F w[8]) {
+    __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    const __m256i nibble = _mm256_set1_epi8(0x0f);
+    __m256i first = _mm256_and_si256(codes, nibble);
+    __m256i second = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble);
+    split_nibbles(first, w, w + 4);
+    split_nibbles(second, w + 2, w + 6);
+  }
+
+  static F load_bf16(const uint16_t* at) {
+    __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+
  private:
+  static F from_offset(__m256i code) {
+    __m256i placed = _mm256_or_si256(code, _mm256_set1_epi32(0x4b000000));
+    return _mm256_sub_ps(_mm256_castsi256_ps(placed), _mm256_set1_ps(8388736.0f));
+  }
+  static void split_nibbles(__m256i nibbles, F step0[2], F step1[2]) {
+    const __m256i high_bytes = _mm256_broadcastsi128_si256(int4_high_bytes());
+    const __m256i low_bytes = _mm256_broadcastsi128_si256(int4_low_bytes());
+    __m256i high = _mm256_shuffle_epi8(high_bytes, nibbles);
+    __m256i low = _mm256_shuffle_epi8(low_bytes, nibbles);
+    split(_mm256_unpacklo_epi8(low, high), step0);
+    split(_mm256_unpackhi_epi8(low, high), step1);
+  }
   static __m256i to_bf16(__m256i high_bytes) {
     __m256i placed = _mm256_srai_epi16(high_bytes, 4);
     placed = _mm256_and_si256(placed, _mm256_set1_epi16(int16_t(0x87f0)));

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "inline.h"
+
 namespace duck {
 namespace {
 
@@ -26,8 +28,8 @@ struct PortableSimd {
   // For exact products only, where it equals a fused multiply-add.
   static F add_exact_product(F a, F b, F sum) { return sum + a * b; }
 
-  static void prefetch(const void* at) { __builtin_prefetch(at); }
-  static void prefetch_far(const void* at) { __builtin_prefetch(at, 0, 2); }
+  DUCK_INLINE static void prefetch(const void* at) { __builtin_prefetch(at); }
+  DUCK_INLINE static void prefetch_far(const void* at) { __builtin_prefetch(at, 0, 2); }
 
   // One dword of four e4m3 codes for each lane -> the step's four k, times 2^-8.
   template <bool kAnyZeroExponent>
@@ -48,7 +50,38 @@ struct PortableSimd {
     w[1] = F(codes & int32_t(0xffff0000u));
   }
 
+  // One dword of four codes plus 128 for each lane, as for e4m3.
+  static void decode_int8(const uint8_t* at, F w[4]) {
+    I codes;
+    std::memcpy(&codes, at, sizeof codes);
+    codes ^= int32_t(0x80808080u);
+    w[0] = signed_top(codes << 24, 24);
+    w[1] = signed_top(codes << 8, 24);
+    w[2] = signed_top(codes << 16, 24);
+    w[3] = signed_top(codes, 24);
+  }
+
+  // Two bytes of four codes for each lane and the first step, then for the second.
+  static void decode_int4(const uint8_t* at, F w[8]) {
+    for (int step = 0; step < 2; ++step, w += 4) {
+      uint16_t pairs[kLanes];
+      std::memcpy(pairs, at + step * sizeof pairs, sizeof pairs);
+      I codes = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      w[0] = signed_top(codes << 28, 28);
+      w[1] = signed_top(codes << 20, 28);
+      w[2] = signed_top(codes << 24, 28);
+      w[3] = signed_top(codes << 16, 28);
+    }
+  }
+
+  static F load_bf16(const uint16_t* at) {
+    return F(I{at[0], at[1], at[2], at[3]} << 16);
+  }
+
  private:
+  static F signed_top(I codes, int shift) {
+    return __builtin_convertvector(codes >> shift, F);
+  }
   // The code in the top byte -> fp32: the arithmetic shift puts exponent and mantissa
   // in place, or-ing 0x70 into the exponent adds 112.
   template <bool kAnyZeroExponent>

@@ -19,18 +19,16 @@ struct VectorKernels {
 
   static void gate_up(const ExpertRows& rows, int begin, int end,
                       const HiddenRows& hidden, uint8_t* scratch) {
-    if (rows.expert.shape->format == Format::kE4m3)
-      gate_up_as<Format::kE4m3>(rows, begin, end, hidden, scratch);
-    else
-      gate_up_as<Format::kBf16>(rows, begin, end, hidden, scratch);
+    as_format(rows, [&](auto format) {
+      gate_up_as<decltype(format)::value>(rows, begin, end, hidden, scratch);
+    });
   }
 
   static void down(const ExpertRows& rows, int begin, int end, float* y,
                    size_t y_stride, uint8_t* scratch) {
-    if (rows.expert.shape->format == Format::kE4m3)
-      down_as<Format::kE4m3>(rows, begin, end, y, y_stride, scratch);
-    else
-      down_as<Format::kBf16>(rows, begin, end, y, y_stride, scratch);
+    as_format(rows, [&](auto format) {
+      down_as<decltype(format)::value>(rows, begin, end, y, y_stride, scratch);
+    });
   }
 
   static float read(const uint8_t* data, size_t num_bytes) {
@@ -53,6 +51,24 @@ struct VectorKernels {
   }
 
  private:
+  template <Format kFormat>
+  using Constant = std::integral_constant<Format, kFormat>;
+
+  // body(the experts' format as a constant).
+  template <class Body>
+  static void as_format(const ExpertRows& rows, const Body& body) {
+    switch (rows.expert.shape->format) {
+      case Format::kE4m3:
+        return body(Constant<Format::kE4m3>());
+      case Format::kBf16:
+        return body(Constant<Format::kBf16>());
+      case Format::kInt8:
+        return body(Constant<Format::kInt8>());
+      case Format::kInt4:
+        return body(Constant<Format::kInt4>());
+    }
+  }
+
   template <Format kFormat>
   static void gate_up_as(const ExpertRows& rows, int begin, int end,
                          const HiddenRows& hidden, uint8_t* scratch) {
