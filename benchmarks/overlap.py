@@ -96,7 +96,7 @@ def sweep(
     for overlaps in (False, True):
         # A half chunk is half the work for a duck, too.
         pace.call_s = c_s if overlaps else 2 * c_s
-        engine.trunk.overlaps = overlaps
+        engine.set_lanes(overlaps)
         seconds[overlaps] = engine.prefill(PREFILL_TOKENS)["seconds"]
     found[f"prefill of {PREFILL_TOKENS} tokens, c:d = 1:1"] = {
         "speed_up": seconds[False] / seconds[True]
@@ -190,7 +190,7 @@ def measure_plain(model_dir: Path, num_tokens: int) -> tuple[float, dict[bool, f
     plain = engine.decode(num_tokens)["tok_s"]
     batch = {}
     for overlaps in (False, True):
-        engine.trunk.overlaps = overlaps
+        engine.set_lanes(overlaps)
         engine.decode(8, batch=4)
         batch[overlaps] = engine.decode(num_tokens // 2, batch=4)["tok_s"]
     return plain, batch
@@ -199,9 +199,9 @@ def measure_plain(model_dir: Path, num_tokens: int) -> tuple[float, dict[bool, f
 def measure_pairs(model_dir: Path, num_tokens: int) -> dict[str, float]:
     engine = Engine(model_dir, _one_local_duck(), MTP1)
     engine.decode(16)
-    engine.trunk.overlaps = False
+    engine.set_lanes(False)
     serial = engine.decode(num_tokens)["tok_s"]
-    engine.trunk.overlaps = True
+    engine.set_lanes(True)
     lanes = engine.decode(num_tokens)
     return {**lanes, "serial": serial, "lanes": lanes["tok_s"]}
 
@@ -252,6 +252,14 @@ class Engine:
         self.trunk = self.runner.model.model
         dims = self.runner.model.dims
         self.num_sparse_layers = dims.num_hidden_layers - dims.first_k_dense_replace
+
+        self.set_lanes(True)
+
+    def set_lanes(self, overlaps: bool) -> None:
+        """Always in lanes, or never."""
+        from vllm_duck.models.lanes import LanePolicy
+
+        self.trunk.lane_policy = LanePolicy(overlaps, choice=None)
 
     def compute_inside(self, model_dir: Path) -> None:
         """Put the ducks' kernel into this process."""

@@ -5,6 +5,8 @@ import torch
 
 from tests.spec_decode.engines import ask, make_prompts, runner_of, start
 from vllm_duck.models import lanes
+from vllm_duck.models.choice import NUM_TRIALS
+from vllm_duck.models.lanes import SLOWER, LanePolicy
 
 pytestmark = pytest.mark.vllm
 
@@ -31,14 +33,15 @@ def _asked(llm, trunk, prompts, *, overlaps, **sampling):
     def keep(module, arguments, hidden):
         seen.append(hidden.clone())
 
-    trunk.overlaps = overlaps
+    policy = trunk.lane_policy
+    trunk.lane_policy = LanePolicy(overlaps, choice=None)
     llm.reset_prefix_cache()
     hook = trunk.register_forward_hook(keep)
     try:
         return ask(llm, prompts, **sampling), seen
     finally:
         hook.remove()
-        trunk.overlaps = True
+        trunk.lane_policy = policy
 
 
 @pytest.mark.parametrize(
@@ -92,9 +95,28 @@ def test_the_reason_of_a_serial_step_is_counted(llm, trunk, prompts):
     assert counted["one token"] == 1
 
 
+def test_where_lanes_are_slower_steps_stay_whole(llm, trunk, prompts, monkeypatch):
+    policy = trunk.lane_policy
+    monkeypatch.setattr(trunk, "lane_policy", LanePolicy(True))
+    observe = trunk.lane_policy.choice.observe
+
+    def slower_lanes(num_rows, *, in_lanes, seconds):
+        observe(num_rows, in_lanes=in_lanes, seconds=seconds + 10 * in_lanes)
+
+    trunk.lane_policy.choice.observe = slower_lanes
+    before = trunk.meter.serial_steps.copy(), trunk.meter.total.num_steps
+    answers = ask(llm, prompts[:1], max_tokens=60)
+    assert trunk.meter.serial_steps[SLOWER] - before[0][SLOWER] > NUM_TRIALS
+    # The prompt, and the trials of two rows.
+    assert trunk.meter.total.num_steps - before[1] == 1 + NUM_TRIALS
+    monkeypatch.setattr(trunk, "lane_policy", policy)
+    expected, _ = _asked(llm, trunk, prompts[:1], overlaps=True, max_tokens=60)
+    assert answers == expected
+
+
 def test_the_sums_are_consistent(llm, trunk, prompts):
     before = trunk.meter.total
-    ask(llm, prompts)
+    _asked(llm, trunk, prompts, overlaps=True)
     step = trunk.meter.total - before
     # What the host did and what it waited for fills the time of the pair, but for the
     # schedule's own work.

@@ -29,8 +29,8 @@ class DuckConfig:
     local_ducks: int = 2
     # Kernel threads of each local duck. None: the machine's CPUs over the ducks.
     local_threads: int | None = None
-    # Divide each step's tokens into two lanes: the host works on one while the ducks
-    # work on the other. false runs the same functions one after the other.
+    # Divide a step's tokens into two lanes where that is measured to be quicker: the
+    # host works on one while the ducks work on the other. false never does.
     overlap: bool = True
     # Seconds a duck may take for one call. A 2048-row prefill chunk of the real
     # model takes seconds on a small CPU; a hang is longer.

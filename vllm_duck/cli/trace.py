@@ -96,6 +96,8 @@ def _record(args: argparse.Namespace) -> "tuple[list[StepRecord], int]":
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
+    from vllm_duck.models.lanes import LanePolicy
+
     endpoints = options.split_endpoints(args.endpoints)
     duck: dict[str, Any] = {"endpoints": endpoints} if endpoints else {}
     llm = LLM(
@@ -111,6 +113,8 @@ def _record(args: argparse.Namespace) -> "tuple[list[StepRecord], int]":
     sampling = SamplingParams(
         temperature=0.0, max_tokens=4 * args.steps + 16, ignore_eos=True
     )
+    # Every step in lanes, for they are what is to be seen.
+    runner.model.model.lane_policy = LanePolicy(True, choice=None)
     # The first tokens warm up; the prompt is a step of its own.
     llm.generate(args.prompt, SamplingParams(max_tokens=8), use_tqdm=False)
     runner.meter.num_wanted = 4 * args.steps + 16

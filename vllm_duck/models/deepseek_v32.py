@@ -11,7 +11,7 @@ from vllm_duck.config import DuckConfig
 from vllm_duck.models.batch import current_batch
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import finish_loading
-from vllm_duck.models.lanes import run_in_lanes
+from vllm_duck.models.lanes import LanePolicy, run_in_lanes
 from vllm_duck.models.layer import DecoderLayer, run_layers
 from vllm_duck.models.linear import Norm
 from vllm_duck.models.lm_head import LmHead
@@ -24,7 +24,7 @@ class Trunk(nn.Module):
     def __init__(self, dims: Dimensions, config: DuckConfig, prefix: str) -> None:
         super().__init__()
         self.num_dense_layers = dims.first_k_dense_replace
-        self.overlaps = config.overlap
+        self.lane_policy = LanePolicy(config.overlap)
         self.meter = OverlapMeter()
         self.embed_tokens = VocabParallelEmbedding(dims.vocab_size, dims.hidden_size)
         self.layers = nn.ModuleList(
@@ -49,7 +49,7 @@ class Trunk(nn.Module):
             hidden,
             rotations,
             batch,
-            overlaps=self.overlaps,
+            policy=self.lane_policy,
             meter=self.meter,
         )
         return self.norm(hidden)

@@ -10,16 +10,38 @@ A split is sound because of three things, pinned by tests:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_duck.models.batch import AttentionBatch
+from vllm_duck.models.choice import LaneChoice
 from vllm_duck.models.layer import DecoderLayer, PendingLayer
 from vllm_duck.models.overlap import LaneTimes, OverlapMeter, StepRecord
 from vllm_duck.models.schedule import run_lanes
+
+# Why a step that could be divided is not.
+SLOWER = "lanes measured slower"
+
+
+@dataclass
+class LanePolicy:
+    """Whether steps may run in lanes, and whether only where that is quicker."""
+
+    overlaps: bool
+    # None: always in lanes where a step can be divided.
+    choice: LaneChoice | None = field(default_factory=LaneChoice)
+
+    def prefers_lanes(self, num_rows: int) -> bool:
+        return self.choice is None or self.choice.prefers_lanes(num_rows)
+
+    def observe(self, num_rows: int, record: StepRecord) -> None:
+        """Learn from a step that could have run either way."""
+        in_lanes = record.serial_reason is None
+        if self.choice is not None and (in_lanes or record.serial_reason == SLOWER):
+            self.choice.observe(num_rows, in_lanes=in_lanes, seconds=record.seconds)
 
 
 @dataclass(frozen=True)
@@ -117,20 +139,22 @@ def run_in_lanes(
     rotations: Tensor,
     batch: AttentionBatch,
     *,
-    overlaps: bool,
+    policy: LanePolicy,
     meter: OverlapMeter,
 ) -> Tensor:
-    """hidden [T, H], rotations [T, ...] through the layers, in two lanes if it can.
+    """hidden [T, H], rotations [T, ...] through the layers, in two lanes if it pays.
 
     Serially it is one lane: the same functions, the same bits.
     """
     if not layers:
         return hidden
-    halves = split(batch, len(hidden)) if overlaps else "overlap is off"
+    halves = _split_by(policy, batch, len(hidden))
     if isinstance(halves, str):
         lane = LayerLane(layers, hidden, rotations, batch, LaneTimes())
         run_lanes([lane], len(layers))
-        meter.add(StepRecord((lane.times,), halves))
+        record = StepRecord((lane.times,), halves)
+        meter.add(record)
+        policy.observe(len(hidden), record)
         return lane.hidden
     first, second = (
         LayerLane(layers, *parts, LaneTimes())
@@ -139,8 +163,19 @@ def run_in_lanes(
         )
     )
     run_lanes([first, second], len(layers))
-    meter.add(StepRecord((first.times, second.times), None))
+    record = StepRecord((first.times, second.times), None)
+    meter.add(record)
+    policy.observe(len(hidden), record)
     return halves.join(first.hidden, second.hidden)
+
+
+def _split_by(policy: LanePolicy, batch: AttentionBatch, num_rows: int) -> Split | str:
+    if not policy.overlaps:
+        return "overlap is off"
+    halves = split(batch, num_rows)
+    if isinstance(halves, Split) and not policy.prefers_lanes(num_rows):
+        return SLOWER
+    return halves
 
 
 class LayerLane:

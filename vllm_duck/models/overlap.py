@@ -55,6 +55,13 @@ class StepRecord:
     # Why it ran serially; None if it did not.
     serial_reason: str | None
 
+    @property
+    def seconds(self) -> float:
+        """From the first stage 0 to the last result."""
+        begin_ns = min(lane.stages[0].begin_ns for lane in self.lanes)
+        end_ns = max(lane.stages[-1].wait_end_ns for lane in self.lanes)
+        return (end_ns - begin_ns) / 1e9
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -118,12 +125,10 @@ def overlap_of(record: StepRecord) -> Overlap:
     s0_s = sum(s.end_ns - s.begin_ns for s in both) / 1e9
     link_us = min(s.call.link_us for s in both)
     s1_s = sum(s.call.compute_us + link_us for s in both) / 1e6
-    begin_ns = min(s.begin_ns for s in both)
-    end_ns = max(s.wait_end_ns for s in both)
     longer_s, shorter_s = max(s0_s, s1_s), min(s0_s, s1_s)
     return Overlap(
         num_steps=1,
-        pair_s=(end_ns - begin_ns) / 1e9,
+        pair_s=record.seconds,
         s0_s=s0_s,
         s1_s=s1_s,
         wait0_s=_wait_s(first),
