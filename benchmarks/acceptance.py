@@ -108,7 +108,7 @@ def measure(
     prepare()
     llm = start_engine(
         model_dir,
-        duck={},
+        duck={"draft_gate": False},
         speculative_config={"method": "duck_mtp1"},
         enable_prefix_caching=False,
         disable_log_stats=False,

@@ -259,7 +259,7 @@ class Engine:
         """Always in lanes, or never."""
         from vllm_duck.models.lanes import LanePolicy
 
-        self.trunk.lane_policy = LanePolicy(overlaps, choice=None)
+        self.trunk.lane_policy = LanePolicy(overlaps, times=None)
 
     def compute_inside(self, model_dir: Path) -> None:
         """Put the ducks' kernel into this process."""

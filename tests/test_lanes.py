@@ -5,8 +5,8 @@ import torch
 
 from tests.spec_decode.engines import ask, make_prompts, runner_of, start
 from vllm_duck.models import lanes
-from vllm_duck.models.choice import NUM_TRIALS
 from vllm_duck.models.lanes import SLOWER, LanePolicy
+from vllm_duck.models.two_ways import NUM_TRIALS
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +34,7 @@ def _asked(llm, trunk, prompts, *, overlaps, **sampling):
         seen.append(hidden.clone())
 
     policy = trunk.lane_policy
-    trunk.lane_policy = LanePolicy(overlaps, choice=None)
+    trunk.lane_policy = LanePolicy(overlaps, times=None)
     llm.reset_prefix_cache()
     hook = trunk.register_forward_hook(keep)
     try:
@@ -98,12 +98,12 @@ def test_the_reason_of_a_serial_step_is_counted(llm, trunk, prompts):
 def test_where_lanes_are_slower_steps_stay_whole(llm, trunk, prompts, monkeypatch):
     policy = trunk.lane_policy
     monkeypatch.setattr(trunk, "lane_policy", LanePolicy(True))
-    observe = trunk.lane_policy.choice.observe
+    observe = trunk.lane_policy.times.observe
 
-    def slower_lanes(num_rows, *, in_lanes, seconds):
-        observe(num_rows, in_lanes=in_lanes, seconds=seconds + 10 * in_lanes)
+    def slower_lanes(num_rows, *, is_first, seconds):
+        observe(num_rows, is_first=is_first, seconds=seconds + 10 * is_first)
 
-    trunk.lane_policy.choice.observe = slower_lanes
+    trunk.lane_policy.times.observe = slower_lanes
     before = trunk.meter.serial_steps.copy(), trunk.meter.total.num_steps
     answers = ask(llm, prompts[:1], max_tokens=60)
     assert trunk.meter.serial_steps[SLOWER] - before[0][SLOWER] > NUM_TRIALS

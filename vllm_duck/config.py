@@ -32,6 +32,9 @@ class DuckConfig:
     # Divide a step's tokens into two lanes where that is measured to be quicker: the
     # host works on one while the ducks work on the other. false never does.
     overlap: bool = True
+    # Stop drafting for a request, or at a batch size, where it is measured to cost more
+    # time than its tokens are worth. false drafts always.
+    draft_gate: bool = True
     # Seconds a duck may take for one call. A 2048-row prefill chunk of the real
     # model takes seconds on a small CPU; a hang is longer.
     deadline_s: float = 60.0
@@ -111,7 +114,7 @@ class DuckConfig:
 
 
 _INTEGERS = ("local_ducks", "local_threads", "num_drafts")
-_BOOLEANS = ("mtp_shadow", "overlap")
+_BOOLEANS = ("mtp_shadow", "overlap", "draft_gate")
 _NUMBERS = ("deadline_s", "connect_s")
 _OPTIONAL = (
     "local_threads",

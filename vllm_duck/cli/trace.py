@@ -114,7 +114,7 @@ def _record(args: argparse.Namespace) -> "tuple[list[StepRecord], int]":
         temperature=0.0, max_tokens=4 * args.steps + 16, ignore_eos=True
     )
     # Every step in lanes, for they are what is to be seen.
-    runner.model.model.lane_policy = LanePolicy(True, choice=None)
+    runner.model.model.lane_policy = LanePolicy(True, times=None)
     # The first tokens warm up; the prompt is a step of its own.
     llm.generate(args.prompt, SamplingParams(max_tokens=8), use_tqdm=False)
     runner.meter.num_wanted = 4 * args.steps + 16

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from vllm_duck.models.batch import AttentionBatch
-from vllm_duck.models.choice import LaneChoice
 from vllm_duck.models.layer import DecoderLayer, PendingLayer
 from vllm_duck.models.overlap import LaneTimes, OverlapMeter, StepRecord
 from vllm_duck.models.schedule import run_lanes
+from vllm_duck.models.two_ways import TwoWays
 
 # Why a step that could be divided is not.
 SLOWER = "lanes measured slower"
@@ -31,17 +31,20 @@ class LanePolicy:
     """Whether steps may run in lanes, and whether only where that is quicker."""
 
     overlaps: bool
-    # None: always in lanes where a step can be divided.
-    choice: LaneChoice | None = field(default_factory=LaneChoice)
+    # In lanes or whole, by rows; None: always in lanes where a step can be divided.
+    times: TwoWays | None = field(default_factory=TwoWays)
 
     def prefers_lanes(self, num_rows: int) -> bool:
-        return self.choice is None or self.choice.prefers_lanes(num_rows)
+        if self.times is None:
+            return True
+        trial = self.times.trial(num_rows)
+        return self.times.is_first_better(num_rows) if trial is None else trial
 
     def observe(self, num_rows: int, record: StepRecord) -> None:
         """Learn from a step that could have run either way."""
         in_lanes = record.serial_reason is None
-        if self.choice is not None and (in_lanes or record.serial_reason == SLOWER):
-            self.choice.observe(num_rows, in_lanes=in_lanes, seconds=record.seconds)
+        if self.times is not None and (in_lanes or record.serial_reason == SLOWER):
+            self.times.observe(num_rows, is_first=in_lanes, seconds=record.seconds)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ The life of a step, in order:
    (proposer.py), and keeps what drafts without a seed were drawn from (drafts.py).
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -23,9 +25,36 @@ from vllm_duck.models.moe import Ducks
 from vllm_duck.models.overlap import OverlapMeter
 from vllm_duck.spec_decode.acceptance import DuckRejectionSampler, VerifyBatch
 from vllm_duck.spec_decode.drafts import Draft, DraftBook
+from vllm_duck.spec_decode.gate import DraftGate
 from vllm_duck.spec_decode.plain_sampler import PlainSampler, Row
 from vllm_duck.spec_decode.proposer import DuckProposer
 from vllm_duck.spec_decode.shadow import Shadow
+
+
+@dataclass(frozen=True)
+class StepClock:
+    """What the scheduler asked of the current step, and when."""
+
+    num_reqs: int = 0
+    num_drafts: int = 0
+    # Whether no request is in its prompt.
+    is_decoding: bool = False
+    begin_s: float = 0.0
+
+    @classmethod
+    def start(cls, scheduler_output: Any) -> "StepClock":
+        num_reqs = len(scheduler_output.num_scheduled_tokens)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        num_drafts = sum(map(len, drafts.values()))
+        return cls(
+            num_reqs,
+            num_drafts,
+            scheduler_output.total_num_scheduled_tokens == num_reqs + num_drafts,
+            time.perf_counter(),
+        )
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.begin_s
 
 
 class DuckModelRunner(CPUModelRunner):
@@ -36,6 +65,8 @@ class DuckModelRunner(CPUModelRunner):
         config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
         self.drafts = DraftBook()
         self.shadow: Shadow | None = None
+        self.gate: DraftGate | None = None
+        self._step = StepClock()
         if self.speculative_config is None:
             return
         self.duck_sampler = PlainSampler(self.sampler)
@@ -45,6 +76,8 @@ class DuckModelRunner(CPUModelRunner):
         )
         if config.mtp_shadow:
             self.shadow = Shadow()
+        elif config.draft_gate:
+            self.gate = DraftGate()
         self._take_budgets_token_by_token()
 
     def attach_ducks(self, ducks: Ducks) -> None:
@@ -61,9 +94,18 @@ class DuckModelRunner(CPUModelRunner):
         super().may_reinitialize_input_batch(*args, **kwargs)
         self._take_budgets_token_by_token()
 
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._step = StepClock.start(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         with self._generators_of_samplers_only():
-            return super().sample_tokens(grammar_output)
+            output = super().sample_tokens(grammar_output)
+        if self.gate is not None and self._step.is_decoding:
+            self.gate.observe_step(
+                self._step.num_reqs, self._step.num_drafts, self._step.elapsed_s()
+            )
+        return output
 
     def _sample(
         self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
@@ -73,6 +115,8 @@ class DuckModelRunner(CPUModelRunner):
         assert logits is not None
         batch = self._verify_batch(spec_decode_metadata)
         output = self.verifier(batch, logits, self.input_batch.sampling_metadata)
+        if self.gate is not None:
+            self._observe_drafts(self.gate, batch, output)
         if self.shadow is not None:
             assert output.sampled_token_ids.shape[1] == 1
             row = self.verifier.first_row
@@ -92,7 +136,17 @@ class DuckModelRunner(CPUModelRunner):
         return token_ids
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return None if self.shadow else super().take_draft_token_ids()
+        if self.shadow:
+            return None
+        drafts = super().take_draft_token_ids()
+        if drafts is None or self.gate is None:
+            return drafts
+        may_draft = self.gate.allowed(drafts.req_ids)
+        token_ids = [
+            tokens if may else []
+            for tokens, may in zip(drafts.draft_token_ids, may_draft, strict=True)
+        ]
+        return DraftTokenIds(drafts.req_ids, token_ids)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Always: the layer runs over confirmed rows, whose slots exist.
@@ -107,6 +161,8 @@ class DuckModelRunner(CPUModelRunner):
         self.drafts.take(req_id)
         if self.shadow is not None:
             self.shadow.finish(req_id)
+        if self.gate is not None:
+            self.gate.forget(req_id)
 
     def _verify_batch(self, metadata: SpecDecodeMetadata) -> VerifyBatch:
         drafted = iter(metadata.draft_token_ids.tolist())
@@ -121,6 +177,15 @@ class DuckModelRunner(CPUModelRunner):
             pending=tuple(pending),
             output_token_ids=batch.req_output_token_ids,
         )
+
+    def _observe_drafts(
+        self, gate: DraftGate, batch: VerifyBatch, output: SamplerOutput
+    ) -> None:
+        """Tell the gate which drafts were accepted."""
+        taken = (output.sampled_token_ids >= 0).sum(1).tolist()
+        for i, req_id in self._sampling_reqs():
+            for depth in range(len(batch.scheduled[i])):
+                gate.observe_draft(req_id, taken[i] > 1 + depth)
 
     def _keep_drafts(self, rows: list[Row]) -> None:
         """Remember what drafts of requests without a seed were drawn from."""

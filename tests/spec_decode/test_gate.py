@@ -1,0 +1,65 @@
+"""When drafting stops: for a batch size, for a request, and when it resumes."""
+
+from vllm_duck.models.two_ways import NUM_TRIALS
+from vllm_duck.spec_decode.gate import NUM_RETRIES, RETRY_AFTER_TOKENS, DraftGate
+
+
+def run(gate, num_steps, *, acceptance, with_s, without_s=1.0):
+    """Decode with requests of these acceptances, 0 or 1; who drafted in each step."""
+    req_ids = list(acceptance)
+    steps = []
+    for _ in range(num_steps):
+        allowed = dict(zip(req_ids, gate.allowed(req_ids), strict=True))
+        for req_id, is_allowed in allowed.items():
+            if is_allowed:
+                gate.observe_draft(req_id, bool(acceptance[req_id]))
+        num_drafts = sum(allowed.values())
+        share = num_drafts / len(req_ids)
+        seconds = share * with_s + (1 - share) * without_s
+        gate.observe_step(len(req_ids), num_drafts, seconds)
+        steps.append(allowed)
+    return steps
+
+
+def test_both_kinds_of_steps_are_tried_first():
+    steps = run(DraftGate(), 2 * NUM_TRIALS, acceptance={"a": 1}, with_s=1.5)
+    assert sum(step["a"] for step in steps) == NUM_TRIALS
+
+
+def test_drafts_go_on_where_they_bring_more_than_they_cost():
+    steps = run(DraftGate(), 100, acceptance={"a": 1}, with_s=1.9)
+    assert all(step["a"] for step in steps[2 * NUM_TRIALS :])
+
+
+def test_drafts_stop_where_no_acceptance_could_pay():
+    steps = run(DraftGate(), 100, acceptance={"a": 1}, with_s=2.1)
+    assert not any(step["a"] for step in steps[2 * NUM_TRIALS :])
+
+
+def test_a_request_that_is_badly_drafted_stops_alone():
+    gate = DraftGate()
+    steps = run(gate, 100, acceptance={"good": 1, "bad": 0}, with_s=1.5)
+    assert all(step["good"] for step in steps[2 * NUM_TRIALS :])
+    assert not any(step["bad"] for step in steps[40:])
+
+
+def test_a_request_tries_again_and_resumes_when_it_can():
+    gate = DraftGate()
+    run(gate, 60, acceptance={"a": 0}, with_s=1.5)
+    # Some tokens later the text is easy; at first a few drafts find that out.
+    steps = run(gate, 3 * RETRY_AFTER_TOKENS, acceptance={"a": 1}, with_s=1.5)
+    assert not any(step["a"] for step in steps[:NUM_RETRIES])
+    assert all(step["a"] for step in steps[-20:])
+
+
+def test_retries_of_a_hopeless_request_are_few():
+    gate = DraftGate()
+    steps = run(gate, 2000, acceptance={"a": 0}, with_s=1.5)
+    assert 0 < sum(step["a"] for step in steps) < 0.15 * len(steps)
+
+
+def test_a_finished_request_leaves_nothing():
+    gate = DraftGate()
+    run(gate, 60, acceptance={"a": 0}, with_s=1.5)
+    gate.forget("a")
+    assert not gate._requests

@@ -1,0 +1,68 @@
+"""Where drafting does not pay, it stops.
+
+A step with drafts takes longer than one without: more rows for the host, more experts
+for the ducks. It pays for a request if the tokens that its drafts bring, 1 + acceptance
+a step, are more than the time is longer. Time is measured for each number of requests,
+acceptance for each request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_duck.models.two_ways import TwoWays
+
+# How fast a request's acceptance follows its latest drafts.
+_WEIGHT = 1 / 16
+# A request that stopped drafting tries again after so many tokens, for so many drafts.
+RETRY_AFTER_TOKENS = 128
+NUM_RETRIES = 8
+
+
+@dataclass
+class _Request:
+    # At first every draft is hoped for.
+    acceptance: float = 1.0
+    num_tokens_without: int = 0
+    num_retries_left: int = 0
+
+
+class DraftGate:
+    """Decides whether a request's next draft is put before the target."""
+
+    def __init__(self) -> None:
+        self._ways = TwoWays()
+        self._requests: dict[str, _Request] = {}
+
+    def allowed(self, req_ids: Sequence[str]) -> list[bool]:
+        """For the requests of the next step, whether each drafts; asked once a step."""
+        num_reqs = len(req_ids)
+        trial = self._ways.trial(num_reqs)
+        if trial is not None:
+            return [trial] * num_reqs
+        return [self._pays(req_id, num_reqs) for req_id in req_ids]
+
+    def observe_step(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
+        """A step of decoding took so long; only unmixed steps teach something."""
+        if num_drafts in (0, num_reqs):
+            self._ways.observe(num_reqs, is_first=num_drafts > 0, seconds=seconds)
+
+    def observe_draft(self, req_id: str, is_accepted: bool) -> None:
+        request = self._requests.setdefault(req_id, _Request())
+        request.acceptance += _WEIGHT * (is_accepted - request.acceptance)
+
+    def forget(self, req_id: str) -> None:
+        self._requests.pop(req_id, None)
+
+    def _pays(self, req_id: str, num_reqs: int) -> bool:
+        request = self._requests.setdefault(req_id, _Request())
+        if self._ways.is_first_better(num_reqs, worth=1 + request.acceptance):
+            request.num_tokens_without = 0
+            return True
+        request.num_tokens_without += 1
+        if request.num_tokens_without >= RETRY_AFTER_TOKENS:
+            request.num_tokens_without = 0
+            request.num_retries_left = NUM_RETRIES
+        if request.num_retries_left:
+            request.num_retries_left -= 1
+            return True
+        return False
