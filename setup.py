@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -15,6 +16,7 @@ VERSION = re.search(
 VLLM = "0.32.0"
 
 DUCK_CSRC = "vllm_duck/executor/csrc"
+STREAM_CSRC = "vllm_duck/executor/csrc/stream"
 HOST_CSRC = "vllm_duck/models/csrc"
 
 
@@ -22,12 +24,13 @@ def files(folder, pattern):
     return sorted(f"{folder}/{path.name}" for path in (ROOT / folder).glob(pattern))
 
 
-def extension(name, sources, folders):
+def extension(name, sources, folders, libraries=()):
     return Extension(
         name,
         sources=sources,
         depends=[header for folder in folders for header in files(folder, "*.h")],
         include_dirs=folders,
+        libraries=list(libraries),
         # The stable ABI of 3.11: one build serves every later CPython.
         define_macros=[("Py_LIMITED_API", "0x030B0000")],
         py_limited_api=True,
@@ -62,10 +65,44 @@ HOST = extension(
     [*files(HOST_CSRC, "*.cpp"), f"{DUCK_CSRC}/pool.cpp"],
     [HOST_CSRC, DUCK_CSRC],
 )
+# An extension of its own, so that the kernel works without nghttp2.
+STREAM = extension(
+    "vllm_duck.executor._stream",
+    [*files(STREAM_CSRC, "*.cpp"), f"{DUCK_CSRC}/crc32c.cpp"],
+    [STREAM_CSRC, DUCK_CSRC],
+    ["nghttp2"],
+)
 
 
 class BuildKernel(build_ext):
-    """Says in one sentence what is missing when the kernel cannot be compiled."""
+    """Says in one sentence what is missing when something cannot be compiled."""
+
+    def build_extensions(self):
+        if not self.has_nghttp2():
+            self.extensions.remove(STREAM)
+            print(
+                "vllm_duck: no headers of libnghttp2 (Debian: apt install "
+                "libnghttp2-dev), so the native stream is not built; calls to ducks "
+                "will go through grpcio, which takes ten times the CPU"
+            )
+        super().build_extensions()
+
+    def has_nghttp2(self):
+        """Compile and link the least program that uses it."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "probe.c")
+            source.write_text(
+                "#include <nghttp2/nghttp2.h>\n"
+                "int main(void) { return nghttp2_version(0)->version_num < 0x013400; }"
+            )
+            try:
+                objects = self.compiler.compile([str(source)], output_dir=folder)
+                self.compiler.link_executable(
+                    objects, "probe", output_dir=folder, libraries=["nghttp2"]
+                )
+            except (CCompilerError, OSError):
+                return False
+        return True
 
     def run(self):
         try:
@@ -102,7 +139,7 @@ setup(
         "test": ["pytest>=8", "openai"],
         "dev": ["ruff==0.17.6", "mypy==2.4.1", "grpcio-tools==1.78.0"],
     },
-    ext_modules=[KERNEL, HOST],
+    ext_modules=[KERNEL, HOST, STREAM],
     cmdclass={"build_ext": BuildKernel},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     entry_points={

@@ -2,7 +2,8 @@
 
 One call goes to two ducks at once. Overhead is the time from before the request is
 encoded until the sum of the replies is there, less the slower duck's compute; over
-unix sockets and over TCP on loopback, at decode and at prefill sizes.
+unix sockets and over TCP on loopback, at decode and at prefill sizes. The native stream
+against grpcio at both ends, each with ducks of its own, in turns.
 """
 
 import socket
@@ -22,17 +23,27 @@ from vllm_duck.executor.local import LocalDucks
 NUM_DUCKS = 2
 NUM_TOPK = 4
 ROWS = (1, 2, 64, 1024)
+NUM_TURNS = 3
 
 
 def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
     summary = Checkpoint(model_dir).summary
-    for transport, listen in (("unix", None), ("tcp", _free_endpoints(NUM_DUCKS))):
-        with (
-            LocalDucks.start(
-                model_dir, num_ducks=NUM_DUCKS, num_threads=1, listen=listen
-            ) as ducks,
-            Fleet.connect(ducks.endpoints, expect=summary) as fleet,
-        ):
+    for kind in ("unix", "tcp"):
+        with ExitStack() as stack:
+            fleets = {}
+            for transport in ("native", "grpcio"):
+                ducks = stack.enter_context(
+                    LocalDucks.start(
+                        model_dir,
+                        num_ducks=NUM_DUCKS,
+                        num_threads=1,
+                        listen=None if kind == "unix" else _free_endpoints(NUM_DUCKS),
+                        serve_flags=[f"--transport={transport}"],
+                    )
+                )
+                fleets[transport] = stack.enter_context(
+                    Fleet.connect(ducks.endpoints, expect=summary, transport=transport)
+                )
             for rows in ROWS:
                 request = _request(
                     rows,
@@ -40,14 +51,27 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
                     summary.n_routed_experts,
                     summary.layer_ids[0],
                 )
-                yield from _measure(fleet, request, transport, 200 if quick else 2000)
+                yield from _measure(fleets, request, kind, 200 if quick else 2000)
 
 
 def _measure(
-    fleet: Fleet, request: MoeRequest, transport: str, num_calls: int
+    fleets: dict[str, Fleet], request: MoeRequest, kind: str, num_calls: int
 ) -> Iterator[Result]:
     rows = len(request.hidden)
     num_calls = max(20, num_calls // max(1, rows // 16))
+    overheads_us: dict[str, list[float]] = {transport: [] for transport in fleets}
+    for _ in range(NUM_TURNS):
+        for transport, fleet in fleets.items():
+            overheads_us[transport] += _overheads_us(fleet, request, num_calls)
+    case = f"{kind}, {NUM_DUCKS} ducks, {rows} rows"
+    native, grpcio = (percentiles(overheads_us[name]) for name in ("native", "grpcio"))
+    for metric, value, peer in zip(
+        ("overhead_p50", "overhead_p99"), native, grpcio, strict=True
+    ):
+        yield Result(case, metric, value, "us", "grpcio", peer)
+
+
+def _overheads_us(fleet: Fleet, request: MoeRequest, num_calls: int) -> list[float]:
     overheads_us = []
     for _ in range(num_calls + 10):
         start_ns = time.perf_counter_ns()
@@ -56,10 +80,7 @@ def _measure(
         elapsed_us = (time.perf_counter_ns() - start_ns) / 1000
         compute_us = max(reply.compute_us for reply in pending.replies())
         overheads_us.append(elapsed_us - compute_us)
-    p50, p99 = percentiles(overheads_us[10:])
-    case = f"{transport}, {NUM_DUCKS} ducks, {rows} rows"
-    yield Result(case, "overhead_p50", p50, "us")
-    yield Result(case, "overhead_p99", p99, "us")
+    return overheads_us[10:]
 
 
 def _request(

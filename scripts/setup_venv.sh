@@ -26,6 +26,9 @@ command -v g++ >/dev/null || {
     echo "vllm_duck needs g++ to build the duck's kernel, found none; install it" >&2
     exit 1
 }
+echo '#include <nghttp2/nghttp2.h>' | g++ -fsyntax-only -x c++ - 2>/dev/null ||
+    echo "no headers of libnghttp2 (Debian: apt install libnghttp2-dev): ducks will be" \
+        "called through grpcio, which takes ten times the CPU"
 
 say "Virtual environment in $venv"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"

@@ -129,7 +129,12 @@ class DuckWorker(CPUWorker):
                 token_file=config.token_file,
             ),
         )
-        logger.info("%d ducks are up: %s", len(endpoints), ", ".join(endpoints))
+        logger.info(
+            "%d ducks are up, called over %s: %s",
+            len(endpoints),
+            fleet.transport,
+            ", ".join(endpoints),
+        )
         return fleet
 
     def _stop_ducks(self) -> None:

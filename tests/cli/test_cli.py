@@ -75,7 +75,8 @@ def test_serve_serves_until_a_signal_and_exits_with_0(model_dir, tmp_path, how):
         line = process.stdout.readline()
         assert re.match(
             rf"duck {listen} serves columns \[0, 160\) x experts \[0, 4\) of 3 layers: "
-            r"read 0.4 MB, holds 0.4 MB bf16, \d+ threads, \w+\.",
+            r"read 0.4 MB, holds 0.4 MB bf16, \d+ threads, \w+, "
+            r"over (the native stream|grpcio, .*)\.",
             line,
         )
         with Fleet.connect([listen], expect=Checkpoint(model_dir).summary) as fleet:

@@ -5,10 +5,11 @@ import contextlib
 import numpy as np
 import pytest
 
+from tests.executor.checksums import sealed
 from tests.executor.mini_model import make_info, make_request
 from vllm_duck.errors import DuckProtocolError
 from vllm_duck.executor import codec, duck_pb2
-from vllm_duck.executor.codec import ReplyStatus, RequestShapeError
+from vllm_duck.executor.codec import ChecksumError, ReplyStatus, RequestShapeError
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 300])
@@ -47,7 +48,7 @@ def test_the_bytes_are_those_of_the_generated_class():
         topk_ids=request.topk_ids.tobytes(),
         topk_weights=request.topk_weights.tobytes(),
     )
-    assert encoded.message == expected.SerializeToString()
+    assert encoded.message == sealed(expected.SerializeToString())
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
@@ -104,10 +105,11 @@ def test_bytes_that_do_not_parse_are_a_protocol_error(decode, match):
 def test_a_request_that_does_not_fit_itself_names_its_id(changes, match):
     encoded = codec.encode_request(make_request(), request_id=7, reply_dtype="bf16")
     wire = duck_pb2.ForwardRequest.FromString(encoded.message)
+    wire.ClearField("checksum")
     for name, value in changes.items():
         setattr(wire, name, value)
     with pytest.raises(RequestShapeError, match=match) as caught:
-        codec.decode_request(wire.SerializeToString())
+        codec.decode_request(sealed(wire.SerializeToString()))
     assert caught.value.request_id == 7
 
 
@@ -123,10 +125,44 @@ def test_a_reply_that_does_not_fit_itself_is_a_protocol_error(changes, match):
     partial = np.zeros((3, 4), np.float32)
     message = codec.encode_reply(partial, request_id=1, queue_us=0, compute_us=0)
     wire = duck_pb2.ForwardReply.FromString(message)
+    wire.ClearField("checksum")
     for name, value in changes.items():
         setattr(wire, name, value)
     with pytest.raises(DuckProtocolError, match=match):
-        codec.decode_reply(wire.SerializeToString())
+        codec.decode_reply(sealed(wire.SerializeToString()))
+
+
+def test_a_request_without_a_checksum_is_taken_and_a_reply_is_not():
+    encoded = codec.encode_request(make_request(), request_id=7, reply_dtype="bf16")
+    decoded = codec.decode_request(encoded.message[:-5])
+    assert decoded.request_id == 7
+    partial = np.zeros((3, 4), np.float32)
+    message = codec.encode_reply(partial, request_id=1, queue_us=0, compute_us=0)
+    with pytest.raises(DuckProtocolError, match="it has no checksum"):
+        codec.decode_reply(message[:-5])
+
+
+def test_nothing_may_follow_the_checksum():
+    encoded = codec.encode_request(make_request(), request_id=7, reply_dtype="bf16")
+    with pytest.raises(ChecksumError, match="with a wrong checksum"):
+        codec.decode_request(encoded.message + b"\x08\x08")
+
+
+def test_every_changed_byte_of_a_message_is_an_error():
+    partial = np.arange(12).reshape(3, 4).astype(np.float32)
+    reply = codec.encode_reply(partial, request_id=9, queue_us=5, compute_us=6)
+    request = codec.encode_request(make_request(1), request_id=7, reply_dtype="bf16")
+    for position in range(len(reply)):
+        damaged = bytearray(reply)
+        damaged[position] ^= 1 << position % 8
+        with pytest.raises(DuckProtocolError):
+            codec.decode_reply(bytes(damaged))
+    # The tag of the checksum is left out: without it a request is unchecked.
+    for position in range(len(request.message) - 5):
+        damaged = bytearray(request.message)
+        damaged[position] ^= 1 << position % 8
+        with pytest.raises(DuckProtocolError):
+            codec.decode_request(bytes(damaged))
 
 
 def test_random_bytes_never_do_anything_but_raise_our_errors():

@@ -5,6 +5,7 @@ import pytest
 
 from tests.executor.mini_model import make_info, make_request, make_summary
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
+from vllm_duck.executor import fan_out
 from vllm_duck.executor import fleet as fleet_module
 from vllm_duck.executor.bf16 import bf16_to_f32, f32_to_bf16
 from vllm_duck.executor.duck import MoeReply, Shard
@@ -48,10 +49,14 @@ def _endpoints(servers):
     return [server.endpoint for server in servers]
 
 
+@pytest.mark.parametrize("transport", ["auto", "grpcio"])
 @pytest.mark.parametrize("reply_dtype", ["bf16", "fp32"])
-def test_partials_of_real_ducks_are_summed(two_servers, reply_dtype):
+def test_partials_of_real_ducks_are_summed(two_servers, reply_dtype, transport):
     with Fleet.connect(
-        _endpoints(two_servers), expect=make_summary(), reply_dtype=reply_dtype
+        _endpoints(two_servers),
+        expect=make_summary(),
+        reply_dtype=reply_dtype,
+        transport=transport,
     ) as fleet:
         total = fleet.start(make_request()).result()
     assert total.dtype == np.float32
@@ -81,14 +86,14 @@ def test_bf16_partials_of_in_process_ducks_are_widened():
 
 def test_a_request_is_encoded_once_for_all_ducks(two_servers, monkeypatch):
     calls = []
-    encode = fleet_module.encode_request
+    encode = fan_out.encode_request
 
     def count(*args, **kwargs):
         calls.append(encode(*args, **kwargs))
         return calls[-1]
 
-    monkeypatch.setattr(fleet_module, "encode_request", count)
-    with Fleet.connect(_endpoints(two_servers)) as fleet:
+    monkeypatch.setattr(fan_out, "encode_request", count)
+    with Fleet.connect(_endpoints(two_servers), transport="grpcio") as fleet:
         pendings = [fleet.start(make_request()) for _ in range(3)]
         for pending in pendings:
             pending.result()
@@ -244,14 +249,17 @@ def test_connect_waits_for_a_duck_that_comes_up_late(tmp_path):
     server.stop(0)
 
 
-def test_a_duck_that_dies_is_named_by_the_calls_in_flight_and_later(two_servers):
-    with Fleet.connect(_endpoints(two_servers)) as fleet:
+@pytest.mark.parametrize("transport", ["auto", "grpcio"])
+def test_a_duck_that_dies_is_named_by_the_calls_in_flight_and_later(
+    two_servers, transport
+):
+    with Fleet.connect(_endpoints(two_servers), transport=transport) as fleet:
         fleet.start(make_request()).result()
         two_servers[1].stop(0)
         with pytest.raises(DuckUnavailable, match=two_servers[1].endpoint):
             fleet.start(make_request()).result()
         with pytest.raises(DuckUnavailable, match=two_servers[1].endpoint):
-            fleet.start(make_request())
+            fleet.start(make_request()).result()
 
 
 def test_widened_partials_are_exact():

@@ -69,6 +69,19 @@ def check_duck() -> Iterator[Finding]:
         yield Finding("kernel", MoeKernel(num_threads=1).isa)
     except (ImportError, DuckError) as error:
         yield Finding("kernel", str(error), "install vllm-duck again, with g++ at hand")
+    yield _check_stream()
+
+
+def _check_stream() -> Finding:
+    try:
+        from vllm_duck.executor import _stream
+    except ImportError as error:
+        return Finding(
+            "native stream",
+            f"none, calls go through grpcio: {error}",
+            "apt install libnghttp2-dev, then install vllm-duck again",
+        )
+    return Finding("native stream", f"nghttp2 {_stream.nghttp2_version()}")
 
 
 def check_host() -> Iterator[Finding]:

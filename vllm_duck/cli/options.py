@@ -8,6 +8,7 @@ from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import REQUANTIZED_FORMATS, Shard
 from vllm_duck.executor.shards import ShardPlan
+from vllm_duck.executor.transport import TRANSPORTS
 
 DEFAULT_NUM_DUCKS = 2
 
@@ -17,6 +18,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         help="directory of a DeepSeek-V3.2 checkpoint (config.json and safetensors)",
+    )
+
+
+def add_transport(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="what carries the calls: the native stream where it can serve, or grpcio "
+        "(default: %(default)s)",
     )
 
 

@@ -20,7 +20,7 @@ from vllm_duck.executor.loader import LoadedShard, load_shard
 from vllm_duck.executor.local import FAILED_PREFIX, READY
 from vllm_duck.executor.process import reset_memory_policy, set_thread_cpus
 from vllm_duck.executor.security import ServerSecurity
-from vllm_duck.executor.server import DuckServer
+from vllm_duck.executor.serving import AnyServer, make_server
 from vllm_duck.executor.shard_moe import ShardMoe
 from vllm_duck.executor.split_format import is_split_directory
 from vllm_duck.executor.split_loader import SplitDirectory
@@ -95,6 +95,7 @@ def add_parser(
         "(default: %(default)s)",
     )
     options.add_weight_format(parser)
+    options.add_transport(parser)
     options.add_server_security(parser)
     # For LocalDucks: stop when stdin closes, say on stdout how the start went, and
     # shed what the parent's process was bound to.
@@ -119,10 +120,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, stop: StopRequest) -> int:
     with stop.raising():
-        server, moe = _load(args)
+        server, transport, moe = _load(args)
     server.start()
     try:
-        _announce(args, server.endpoint, moe)
+        _announce(args, server.endpoint, transport, moe)
         stop.wait()
     finally:
         server.stop(_STOP_GRACE_S)
@@ -131,7 +132,7 @@ def _serve(args: argparse.Namespace, stop: StopRequest) -> int:
     return 0
 
 
-def _load(args: argparse.Namespace) -> tuple[DuckServer, ShardMoe]:
+def _load(args: argparse.Namespace) -> tuple[AnyServer, str, ShardMoe]:
     security = ServerSecurity.from_files(
         tls_cert=args.tls_cert,
         tls_key=args.tls_key,
@@ -145,14 +146,14 @@ def _load(args: argparse.Namespace) -> tuple[DuckServer, ShardMoe]:
         num_threads=args.threads,
         is_pinned=not args.child,
     )
-    server = DuckServer(
+    server, transport = make_server(
         moe,
-        moe.info,
         listen=args.listen,
         security=security,
         max_message_bytes=args.max_message_mib * 2**20,
+        transport=args.transport,
     )
-    return server, moe
+    return server, transport, moe
 
 
 def _load_weights(args: argparse.Namespace) -> LoadedShard:
@@ -201,7 +202,9 @@ def _shard(args: argparse.Namespace, checkpoint: Checkpoint) -> Shard:
     return plan.shards[index]
 
 
-def _announce(args: argparse.Namespace, endpoint: str, moe: ShardMoe) -> None:
+def _announce(
+    args: argparse.Namespace, endpoint: str, transport: str, moe: ShardMoe
+) -> None:
     if args.child:
         print(READY, flush=True)
         return
@@ -209,8 +212,8 @@ def _announce(args: argparse.Namespace, endpoint: str, moe: ShardMoe) -> None:
     print(
         f"duck {endpoint} serves {info.shard} of {len(info.layer_ids)} layers: read "
         f"{moe.num_bytes_read / 1e6:.1f} MB, holds {info.weight_bytes / 1e6:.1f} MB "
-        f"{info.weight_format}, {info.num_threads} threads, {info.isa}. "
-        "Ctrl-C ends it.",
+        f"{info.weight_format}, {info.num_threads} threads, {info.isa}, over "
+        f"{transport}. Ctrl-C ends it.",
         flush=True,
     )
 

@@ -69,6 +69,7 @@ def add_parser(
         help="kernel threads of each duck (default: the cpus over the ducks)",
     )
     options.add_weight_format(parser)
+    options.add_transport(parser)
     options.add_server_security(parser)
     parser.set_defaults(run=run)
 
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             # What the user's taskset allows, not the whole machine.
             cpus=thread_cpus(),
             weight_format=args.weight_format,
-            serve_flags=_security_flags(args),
+            serve_flags=[f"--transport={args.transport}", *_security_flags(args)],
         )
     with ducks:
         print(f"VLLM_DUCK_ENDPOINTS={','.join(ducks.endpoints)}", flush=True)

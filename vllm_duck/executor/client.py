@@ -90,7 +90,8 @@ class GrpcDuck:
         self._reply_dtype: ReplyDtype = reply_dtype
         self._security = security or ClientSecurity()
         self._io_cpus = io_cpus or allowed_cpus()
-        self._channel = run_on_cpus(self._open_channel, self._io_cpus)
+        # Of the Forward stream, opened with it.
+        self._channel: grpc.Channel | None = None
         self._request_ids = itertools.count(1)
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -110,9 +111,12 @@ class GrpcDuck:
             DuckTransportError: no duck answers there before the deadline.
         """
         try:
-            message = self._channel.unary_unary(DESCRIBE_METHOD)(
-                DESCRIBE_REQUEST, timeout=self._deadline_s, metadata=self._metadata()
-            )
+            with self._new_channel() as channel:
+                message = channel.unary_unary(DESCRIBE_METHOD)(
+                    DESCRIBE_REQUEST,
+                    timeout=self._deadline_s,
+                    metadata=self._metadata(),
+                )
         except grpc.RpcError as error:
             raise error_of_rpc(self._name, error) from error
         return decode_info(message)
@@ -124,10 +128,11 @@ class GrpcDuck:
             DuckTransportError: nothing answers there before the deadline.
         """
         try:
-            reply = health_pb2_grpc.HealthStub(self._channel).Check(
-                health_pb2.HealthCheckRequest(service=SERVICE),
-                timeout=self._deadline_s,
-            )
+            with self._new_channel() as channel:
+                reply = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(service=SERVICE),
+                    timeout=self._deadline_s,
+                )
         except grpc.RpcError as error:
             raise error_of_rpc(self._name, error) from error
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
@@ -162,7 +167,13 @@ class GrpcDuck:
         """Fail what is in flight, and leave no thread behind."""
         self._end(DuckUnavailable(f"duck {self._name}: the client was closed"))
         self._outbox.put(None)
-        self._channel.close()
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def _new_channel(self) -> grpc.Channel:
+        return run_on_cpus(self._open_channel, self._io_cpus)
 
     def _open_channel(self) -> grpc.Channel:
         security = self._security
@@ -176,6 +187,7 @@ class GrpcDuck:
         return grpc.secure_channel(self._name, credentials, options=_CHANNEL_OPTIONS)
 
     def _open_stream(self) -> None:
+        self._channel = self._open_channel()
         # Bytes in, bytes out: one encoding serves all ducks, and gRPC copies nothing.
         replies = self._channel.stream_stream(FORWARD_METHOD)(
             iter(self._outbox.get, None), metadata=self._metadata()

@@ -5,7 +5,9 @@ Pure: no sockets, no clocks. The only module that imports the generated code.
 Invariants, pinned by tests:
 - what is decoded has passed every check of shape, dtype and range that needs no model;
 - a message that does not parse raises DuckProtocolError; one that parses but does not
-  fit itself raises RequestShapeError, which knows the request id to answer to.
+  fit itself raises RequestShapeError, which knows the request id to answer to;
+- what is encoded has a checksum, and one byte changed on the way is an error. A request
+  without a checksum is taken, since a client by hand may not care; a reply is not.
 """
 
 from enum import IntEnum
@@ -15,7 +17,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from vllm_duck.errors import DuckProtocolError, DuckShapeError
-from vllm_duck.executor import duck_pb2
+from vllm_duck.executor import _kernel, duck_pb2
 from vllm_duck.executor.duck import (
     BF16,
     F32,
@@ -38,6 +40,9 @@ _HIDDEN_TAG = _tag(duck_pb2.ForwardRequest.HIDDEN_FIELD_NUMBER)
 _TOPK_IDS_TAG = _tag(duck_pb2.ForwardRequest.TOPK_IDS_FIELD_NUMBER)
 _TOPK_WEIGHTS_TAG = _tag(duck_pb2.ForwardRequest.TOPK_WEIGHTS_FIELD_NUMBER)
 _PARTIAL_TAG = _tag(duck_pb2.ForwardReply.PARTIAL_FIELD_NUMBER)
+# The checksum ends a message: a tag and a little-endian uint32.
+_CHECKSUM_TAG = bytes([duck_pb2.ForwardRequest.CHECKSUM_FIELD_NUMBER << 3 | 5])
+_CHECKSUM_BYTES = 5
 
 DESCRIBE_REQUEST = duck_pb2.DescribeRequest().SerializeToString()
 
@@ -67,6 +72,10 @@ class RequestShapeError(DuckShapeError):
     def __init__(self, message: str, *, request_id: int) -> None:
         super().__init__(message)
         self.request_id = request_id
+
+
+class ChecksumError(DuckProtocolError):
+    """A message was damaged on its way."""
 
 
 class DecodedRequest(NamedTuple):
@@ -115,6 +124,7 @@ def decode_request(message: bytes) -> DecodedRequest:
 
     Raises:
         DuckProtocolError: the bytes are not a ForwardRequest.
+        ChecksumError: they were another one when they were sent.
         RequestShapeError: they are, but sizes and tensors disagree.
     """
     try:
@@ -124,6 +134,8 @@ def decode_request(message: bytes) -> DecodedRequest:
             f"expected a duck.v1.ForwardRequest, got {len(message)} bytes that do not "
             "parse as one"
         ) from error
+    if wire.HasField("checksum"):
+        _check_checksum("duck.v1.ForwardRequest", message, wire.checksum)
     try:
         return _checked_request(wire)
     except DuckShapeError as error:
@@ -149,9 +161,10 @@ def encode_reply(
 
 def encode_refusal(request_id: int, status: ReplyStatus, *, error: str) -> bytes:
     """Write a reply that says why there is no partial sum."""
-    return duck_pb2.ForwardReply(
+    head = duck_pb2.ForwardReply(
         request_id=request_id, status=duck_pb2.Status.Name(status), error=error
-    ).SerializeToString()
+    )
+    return _append_tensors(head.SerializeToString())
 
 
 def decode_reply(message: bytes) -> DecodedReply:
@@ -159,9 +172,13 @@ def decode_reply(message: bytes) -> DecodedReply:
 
     Raises:
         DuckProtocolError: the bytes are not a ForwardReply that fits itself.
+        ChecksumError: it was another one when it was sent.
     """
     try:
         wire = duck_pb2.ForwardReply.FromString(message)
+        if not wire.HasField("checksum"):
+            raise DuckShapeError("it has no checksum")
+        _check_checksum("duck.v1.ForwardReply", message, wire.checksum)
         status = ReplyStatus(wire.status)
         partial = _reply_tensor(wire) if status is ReplyStatus.OK else None
     except (DecodeError, ValueError) as error:
@@ -270,7 +287,7 @@ def _tensor(
 
 
 def _append_tensors(head: bytes, *tensors: tuple[bytes, np.ndarray]) -> bytes:
-    """Append bytes fields to a serialized message.
+    """Append bytes fields, and last the checksum, to a serialized message.
 
     A protobuf message is the concatenation of its fields, so the tensors, which are
     nearly all of it, go in with one copy. Through the generated class it would be
@@ -279,7 +296,21 @@ def _append_tensors(head: bytes, *tensors: tuple[bytes, np.ndarray]) -> bytes:
     parts: list[bytes | memoryview] = [head]
     for tag, tensor in tensors:
         parts += (tag, _varint(tensor.nbytes), tensor.data if tensor.size else b"")
+    checksum = 0
+    for part in parts:
+        checksum = _kernel.crc32c(part, checksum)
+    parts += (_CHECKSUM_TAG, checksum.to_bytes(4, "little"))
     return b"".join(parts)
+
+
+def _check_checksum(name: str, message: bytes, got: int) -> None:
+    covered = memoryview(message)[:-_CHECKSUM_BYTES]
+    is_last = message[-_CHECKSUM_BYTES:] == _CHECKSUM_TAG + got.to_bytes(4, "little")
+    if not is_last or _kernel.crc32c(covered, 0) != got:
+        raise ChecksumError(
+            f"expected a {name}, got {len(message)} bytes with a wrong checksum; "
+            "something between host and duck damages what it passes on"
+        )
 
 
 def _varint(value: int) -> bytes:

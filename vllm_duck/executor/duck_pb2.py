@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dvllm_duck/executor/duck.proto\x12\x07\x64uck.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xab\x02\n\rDescribeReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x11\n\tlayer_ids\x18\x03 \x03(\r\x12\x1d\n\x05shard\x18\x04 \x01(\x0b\x32\x0e.duck.v1.Shard\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x1d\n\x15moe_intermediate_size\x18\x06 \x01(\r\x12\x18\n\x10n_routed_experts\x18\x07 \x01(\r\x12\x15\n\rweight_format\x18\x08 \x01(\t\x12\x0b\n\x03isa\x18\t \x01(\t\x12\x13\n\x0bnum_threads\x18\n \x01(\r\x12\x14\n\x0cweight_bytes\x18\x0b \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x0c \x01(\x04\"S\n\x05Shard\x12\x11\n\tcolumn_lo\x18\x01 \x01(\r\x12\x11\n\tcolumn_hi\x18\x02 \x01(\r\x12\x11\n\texpert_lo\x18\x03 \x01(\r\x12\x11\n\texpert_hi\x18\x04 \x01(\r\"\xcd\x01\n\x0e\x46orwardRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\tlayer_idx\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\x12\x10\n\x08num_topk\x18\x05 \x01(\r\x12#\n\x0breply_dtype\x18\x06 \x01(\x0e\x32\x0e.duck.v1.DType\x12\x0e\n\x06hidden\x18\x07 \x01(\x0c\x12\x10\n\x08topk_ids\x18\x08 \x01(\x0c\x12\x14\n\x0ctopk_weights\x18\t \x01(\x0c\"\xcf\x01\n\x0c\x46orwardReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x1f\n\x06status\x18\x02 \x01(\x0e\x32\x0f.duck.v1.Status\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x1d\n\x05\x64type\x18\x06 \x01(\x0e\x32\x0e.duck.v1.DType\x12\x10\n\x08queue_us\x18\x07 \x01(\r\x12\x12\n\ncompute_us\x18\x08 \x01(\r\x12\x0f\n\x07partial\x18\t \x01(\x0c*=\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nDTYPE_BF16\x10\x01\x12\r\n\tDTYPE_F32\x10\x02*`\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\r\n\tSTATUS_OK\x10\x01\x12\x1a\n\x16STATUS_INVALID_REQUEST\x10\x02\x12\x13\n\x0fSTATUS_INTERNAL\x10\x03\x32\x83\x01\n\x04\x44uck\x12<\n\x08\x44\x65scribe\x12\x18.duck.v1.DescribeRequest\x1a\x16.duck.v1.DescribeReply\x12=\n\x07\x46orward\x12\x17.duck.v1.ForwardRequest\x1a\x15.duck.v1.ForwardReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dvllm_duck/executor/duck.proto\x12\x07\x64uck.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xab\x02\n\rDescribeReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x11\n\tlayer_ids\x18\x03 \x03(\r\x12\x1d\n\x05shard\x18\x04 \x01(\x0b\x32\x0e.duck.v1.Shard\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x1d\n\x15moe_intermediate_size\x18\x06 \x01(\r\x12\x18\n\x10n_routed_experts\x18\x07 \x01(\r\x12\x15\n\rweight_format\x18\x08 \x01(\t\x12\x0b\n\x03isa\x18\t \x01(\t\x12\x13\n\x0bnum_threads\x18\n \x01(\r\x12\x14\n\x0cweight_bytes\x18\x0b \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x0c \x01(\x04\"S\n\x05Shard\x12\x11\n\tcolumn_lo\x18\x01 \x01(\r\x12\x11\n\tcolumn_hi\x18\x02 \x01(\r\x12\x11\n\texpert_lo\x18\x03 \x01(\r\x12\x11\n\texpert_hi\x18\x04 \x01(\r\"\xf1\x01\n\x0e\x46orwardRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\tlayer_idx\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\x12\x10\n\x08num_topk\x18\x05 \x01(\r\x12#\n\x0breply_dtype\x18\x06 \x01(\x0e\x32\x0e.duck.v1.DType\x12\x0e\n\x06hidden\x18\x07 \x01(\x0c\x12\x10\n\x08topk_ids\x18\x08 \x01(\x0c\x12\x14\n\x0ctopk_weights\x18\t \x01(\x0c\x12\x15\n\x08\x63hecksum\x18\n \x01(\x07H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"\xf3\x01\n\x0c\x46orwardReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x1f\n\x06status\x18\x02 \x01(\x0e\x32\x0f.duck.v1.Status\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x1d\n\x05\x64type\x18\x06 \x01(\x0e\x32\x0e.duck.v1.DType\x12\x10\n\x08queue_us\x18\x07 \x01(\r\x12\x12\n\ncompute_us\x18\x08 \x01(\r\x12\x0f\n\x07partial\x18\t \x01(\x0c\x12\x15\n\x08\x63hecksum\x18\n \x01(\x07H\x00\x88\x01\x01\x42\x0b\n\t_checksum*=\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nDTYPE_BF16\x10\x01\x12\r\n\tDTYPE_F32\x10\x02*`\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\r\n\tSTATUS_OK\x10\x01\x12\x1a\n\x16STATUS_INVALID_REQUEST\x10\x02\x12\x13\n\x0fSTATUS_INTERNAL\x10\x03\x32\x83\x01\n\x04\x44uck\x12<\n\x08\x44\x65scribe\x12\x18.duck.v1.DescribeRequest\x1a\x16.duck.v1.DescribeReply\x12=\n\x07\x46orward\x12\x17.duck.v1.ForwardRequest\x1a\x15.duck.v1.ForwardReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'vllm_duck.executor.duck_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=866
-  _globals['_DTYPE']._serialized_end=927
-  _globals['_STATUS']._serialized_start=929
-  _globals['_STATUS']._serialized_end=1025
+  _globals['_DTYPE']._serialized_start=938
+  _globals['_DTYPE']._serialized_end=999
+  _globals['_STATUS']._serialized_start=1001
+  _globals['_STATUS']._serialized_end=1097
   _globals['_DESCRIBEREQUEST']._serialized_start=42
   _globals['_DESCRIBEREQUEST']._serialized_end=59
   _globals['_DESCRIBEREPLY']._serialized_start=62
@@ -42,9 +42,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHARD']._serialized_start=363
   _globals['_SHARD']._serialized_end=446
   _globals['_FORWARDREQUEST']._serialized_start=449
-  _globals['_FORWARDREQUEST']._serialized_end=654
-  _globals['_FORWARDREPLY']._serialized_start=657
-  _globals['_FORWARDREPLY']._serialized_end=864
-  _globals['_DUCK']._serialized_start=1028
-  _globals['_DUCK']._serialized_end=1159
+  _globals['_FORWARDREQUEST']._serialized_end=690
+  _globals['_FORWARDREPLY']._serialized_start=693
+  _globals['_FORWARDREPLY']._serialized_end=936
+  _globals['_DUCK']._serialized_start=1100
+  _globals['_DUCK']._serialized_end=1231
 # @@protoc_insertion_point(module_scope)

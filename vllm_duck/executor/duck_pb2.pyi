@@ -72,7 +72,7 @@ class Shard(_message.Message):
     def __init__(self, column_lo: _Optional[int] = ..., column_hi: _Optional[int] = ..., expert_lo: _Optional[int] = ..., expert_hi: _Optional[int] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("request_id", "layer_idx", "num_rows", "hidden_size", "num_topk", "reply_dtype", "hidden", "topk_ids", "topk_weights")
+    __slots__ = ("request_id", "layer_idx", "num_rows", "hidden_size", "num_topk", "reply_dtype", "hidden", "topk_ids", "topk_weights", "checksum")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_IDX_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class ForwardRequest(_message.Message):
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     TOPK_IDS_FIELD_NUMBER: _ClassVar[int]
     TOPK_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     layer_idx: int
     num_rows: int
@@ -91,10 +92,11 @@ class ForwardRequest(_message.Message):
     hidden: bytes
     topk_ids: bytes
     topk_weights: bytes
-    def __init__(self, request_id: _Optional[int] = ..., layer_idx: _Optional[int] = ..., num_rows: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_topk: _Optional[int] = ..., reply_dtype: _Optional[_Union[DType, str]] = ..., hidden: _Optional[bytes] = ..., topk_ids: _Optional[bytes] = ..., topk_weights: _Optional[bytes] = ...) -> None: ...
+    checksum: int
+    def __init__(self, request_id: _Optional[int] = ..., layer_idx: _Optional[int] = ..., num_rows: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_topk: _Optional[int] = ..., reply_dtype: _Optional[_Union[DType, str]] = ..., hidden: _Optional[bytes] = ..., topk_ids: _Optional[bytes] = ..., topk_weights: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class ForwardReply(_message.Message):
-    __slots__ = ("request_id", "status", "error", "num_rows", "hidden_size", "dtype", "queue_us", "compute_us", "partial")
+    __slots__ = ("request_id", "status", "error", "num_rows", "hidden_size", "dtype", "queue_us", "compute_us", "partial", "checksum")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +106,7 @@ class ForwardReply(_message.Message):
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     status: Status
     error: str
@@ -113,4 +116,5 @@ class ForwardReply(_message.Message):
     queue_us: int
     compute_us: int
     partial: bytes
-    def __init__(self, request_id: _Optional[int] = ..., status: _Optional[_Union[Status, str]] = ..., error: _Optional[str] = ..., num_rows: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., partial: _Optional[bytes] = ...) -> None: ...
+    checksum: int
+    def __init__(self, request_id: _Optional[int] = ..., status: _Optional[_Union[Status, str]] = ..., error: _Optional[str] = ..., num_rows: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., partial: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...

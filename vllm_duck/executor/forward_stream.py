@@ -75,7 +75,8 @@ class ForwardStream:
     """Iterate over it for the replies, in the order of the requests.
 
     Raises while iterating:
-        DuckProtocolError: a message did not parse; the stream cannot go on.
+        DuckProtocolError: a message did not parse or is damaged; the stream cannot go
+            on.
     """
 
     def __init__(self, messages: Iterator[bytes], kernel: Kernel) -> None:

@@ -36,7 +36,12 @@ _STATUS_ERRORS: dict[grpc.StatusCode, tuple[type[DuckTransportError], str]] = {
         "raise the duck's --max-message-mib",
     ),
     grpc.StatusCode.INVALID_ARGUMENT: (DuckProtocolError, "refused a message"),
+    grpc.StatusCode.DATA_LOSS: (
+        DuckProtocolError,
+        "got a damaged message; something on the way changes what it passes on",
+    ),
 }
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 _OTHER_STATUS_ERROR = (DuckProtocolError, "did not answer as a duck")
 
 _REPLY_ERRORS: dict[ReplyStatus, type[DuckError]] = {
@@ -47,11 +52,20 @@ _REPLY_ERRORS: dict[ReplyStatus, type[DuckError]] = {
 
 def error_of_rpc(name: str, error: grpc.RpcError) -> DuckTransportError:
     """Our error for a failed call to the duck `name`."""
-    kind, meaning = _STATUS_ERRORS.get(error.code(), _OTHER_STATUS_ERROR)
-    return kind(f"duck {name} {meaning} ({error.code().name}: {error.details()})")
+    return _error(name, error.code(), error.details())
+
+
+def error_of_status(name: str, code: int, details: str) -> DuckTransportError:
+    """The same, from the status code's number."""
+    return _error(name, _CODES.get(code, grpc.StatusCode.UNKNOWN), details)
 
 
 def error_of_reply(name: str, status: ReplyStatus, reason: str) -> DuckError:
     """Our error for a reply whose status is not OK."""
     kind = _REPLY_ERRORS.get(status, DuckProtocolError)
     return kind(f"duck {name} refused a request ({status.name}): {reason}")
+
+
+def _error(name: str, code: grpc.StatusCode, details: str) -> DuckTransportError:
+    kind, meaning = _STATUS_ERRORS.get(code, _OTHER_STATUS_ERROR)
+    return kind(f"duck {name} {meaning} ({code.name}: {details})")

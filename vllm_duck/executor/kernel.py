@@ -16,7 +16,7 @@ The order of additions is written down in csrc/kernel.h, the layout in csrc/layo
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +290,24 @@ class MoeKernel:
             n_routed_experts,
             out,
         )
+
+
+def native_compute(
+    kernel: MoeKernel,
+    layers: Mapping[int, LayerWeights],
+    *,
+    expert_lo: int,
+    n_routed_experts: int,
+) -> object:
+    """One shard's sums as C++ calls them: what the native server computes with.
+
+    layers: by layer_idx. Keeps kernel and layers alive.
+
+    Raises:
+        DuckCheckpointError: an expert was never loaded.
+    """
+    handles = {layer_idx: weights._handle for layer_idx, weights in layers.items()}
+    return _kernel.shard_new(kernel._handle, handles, expert_lo, n_routed_experts)
 
 
 def supported_isas() -> list[str]:

@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
-from vllm_duck.executor.codec import encode_info
+from vllm_duck.executor.codec import ChecksumError, encode_info
 from vllm_duck.executor.duck import DuckInfo, MoeFunction
 from vllm_duck.executor.endpoints import UNIX_PREFIX
 from vllm_duck.executor.forward_stream import ForwardStream, Kernel
@@ -82,7 +82,7 @@ class DuckServer:
         for stream in streams:
             stream.drain()
         self._server.stop(grace_s).wait()
-        _remove_socket(self.endpoint)
+        remove_socket(self.endpoint)
 
     def _describe(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         return encode_info(replace(self._info, resident_bytes=resident_bytes()))
@@ -97,6 +97,8 @@ class DuckServer:
             self._streams.add(stream)
         try:
             yield from stream
+        except ChecksumError as error:
+            context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         except DuckProtocolError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
@@ -186,6 +188,6 @@ def _bind(server: grpc.Server, listen: str, security: ServerSecurity) -> str:
     return f"{listen.rpartition(':')[0]}:{port}"
 
 
-def _remove_socket(endpoint: str) -> None:
+def remove_socket(endpoint: str) -> None:
     if endpoint.startswith(UNIX_PREFIX):
         Path(endpoint.removeprefix(UNIX_PREFIX)).unlink(missing_ok=True)

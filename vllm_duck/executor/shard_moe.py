@@ -12,7 +12,7 @@ from vllm_duck.executor.duck import (
     Partial,
     ReplyDtype,
 )
-from vllm_duck.executor.kernel import MoeKernel
+from vllm_duck.executor.kernel import MoeKernel, native_compute
 from vllm_duck.executor.loader import LoadedShard
 from vllm_duck.executor.process import resident_bytes
 
@@ -52,6 +52,15 @@ class ShardMoe:
     @property
     def num_bytes_read(self) -> int:
         return self._loaded.num_bytes_read
+
+    def native_compute(self) -> object:
+        """The same sums for the native server, without Python in between."""
+        return native_compute(
+            self._kernel,
+            self._loaded.layers,
+            expert_lo=self._loaded.shard.expert_lo,
+            n_routed_experts=self._model.n_routed_experts,
+        )
 
     def __call__(self, request: MoeRequest, reply_dtype: ReplyDtype) -> Partial:
         """The shard's partial sum [T, H] of the request.

@@ -5,11 +5,14 @@
 
 #include <cstring>
 #include <initializer_list>
+#include <memory>
 #include <new>
 
+#include "crc32c.h"
 #include "dispatch.h"
 #include "engine.h"
 #include "quantize.h"
+#include "shard.h"
 
 namespace {
 
@@ -20,6 +23,9 @@ using duck::LayerShape;
 
 constexpr const char* kLayerName = "vllm_duck.Layer";
 constexpr const char* kEngineName = "vllm_duck.Engine";
+
+// Below 100 us the GIL is kept: another thread may take milliseconds to give it back.
+constexpr Py_ssize_t kBytesWorthTheGil = 1 << 20;
 
 PyObject* shape_error = nullptr;
 PyObject* checkpoint_error = nullptr;
@@ -354,6 +360,73 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   Py_RETURN_NONE;
 }
 
+// A shard's Compute, and the capsules of what it computes with.
+struct OwnedShard {
+  OwnedShard(PyObject* engine, PyObject* layers, Engine* pointer, int expert_lo,
+             int n_routed_experts)
+      : shard(pointer, expert_lo, n_routed_experts),
+        compute{&shard, duck::Shard::forward},
+        engine(Py_NewRef(engine)),
+        layers(Py_NewRef(layers)) {}
+  ~OwnedShard() {
+    Py_DECREF(engine);
+    Py_DECREF(layers);
+  }
+
+  duck::Shard shard;
+  duck::Compute compute;
+  PyObject* engine;
+  PyObject* layers;
+};
+
+void destroy_shard(PyObject* capsule) {
+  delete static_cast<OwnedShard*>(PyCapsule_GetContext(capsule));
+}
+
+// shard_new(engine, layers: {layer_idx: layer}, expert_lo, n_routed_experts)
+// -> the shard's Compute
+PyObject* shard_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  int range[2];
+  if (!require_args(num_args, 4) || !read_ints(args + 2, 2, range)) return nullptr;
+  auto* engine = from_capsule<Engine>(args[0], kEngineName);
+  if (!engine) return nullptr;
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  auto owned =
+      std::make_unique<OwnedShard>(args[0], args[1], engine, range[0], range[1]);
+  while (PyDict_Next(args[1], &position, &key, &value)) {
+    int layer_idx;
+    auto* layer = from_capsule<Layer>(value, kLayerName);
+    if (!layer || !read_ints(&key, 1, &layer_idx)) return nullptr;
+    if (int missing = layer->first_missing(); missing >= 0) {
+      PyErr_Format(checkpoint_error, "expert %d of the shard was never loaded", missing);
+      return nullptr;
+    }
+    owned->shard.add(uint32_t(layer_idx), layer);
+  }
+  PyObject* capsule = PyCapsule_New(&owned->compute, duck::kComputeName, destroy_shard);
+  if (capsule) PyCapsule_SetContext(capsule, owned.release());
+  return capsule;
+}
+
+// crc32c(data, crc) -> the checksum of what crc covers followed by data
+PyObject* crc32c(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  if (!require_args(num_args, 2)) return nullptr;
+  unsigned long crc = PyLong_AsUnsignedLong(args[1]);
+  Py_buffer data;
+  if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &data, PyBUF_SIMPLE) < 0)
+    return nullptr;
+  uint32_t sum;
+  if (data.len < kBytesWorthTheGil) {
+    sum = duck::crc32c(data.buf, size_t(data.len), uint32_t(crc));
+  } else {
+    WithoutGil released;
+    sum = duck::crc32c(data.buf, size_t(data.len), uint32_t(crc));
+  }
+  PyBuffer_Release(&data);
+  return PyLong_FromUnsignedLong(sum);
+}
+
 // supported_isas() -> names, best first
 PyObject* supported_isas(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
@@ -381,6 +454,8 @@ PyMethodDef kMethods[] = {
     {"engine_first_touch", fast(engine_first_touch), METH_FASTCALL, nullptr},
     {"engine_read_weights", fast(engine_read_weights), METH_FASTCALL, nullptr},
     {"forward", fast(forward), METH_FASTCALL, nullptr},
+    {"shard_new", fast(shard_new), METH_FASTCALL, nullptr},
+    {"crc32c", fast(crc32c), METH_FASTCALL, nullptr},
     {"supported_isas", supported_isas, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,0 +1,131 @@
+"""Every server and every client that speaks duck.proto, behind one form each."""
+
+import threading
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from tests.executor.mini_model import make_info
+from vllm_duck.executor import codec
+from vllm_duck.executor.bf16 import bf16_to_f32
+from vllm_duck.executor.client import GrpcDuck
+from vllm_duck.executor.fan_out import PythonFanOut
+from vllm_duck.executor.security import ClientSecurity
+from vllm_duck.executor.server import DuckServer
+from vllm_duck.executor.transport import has_native_stream
+from vllm_duck.executor.wire import FORWARD_METHOD, MAX_MESSAGE_BYTES
+
+needs_native = pytest.mark.skipif(
+    not has_native_stream(), reason="this build is without the native stream"
+)
+NATIVE = pytest.param("native", marks=needs_native)
+SERVERS = [NATIVE, "grpcio"]
+CLIENTS = [NATIVE, "grpcio", "stock"]
+
+
+def echo(request, reply_dtype):
+    """What the native server's echo does: the hidden rows come back."""
+    return bf16_to_f32(request.hidden) if reply_dtype == "fp32" else request.hidden
+
+
+@contextmanager
+def serving(kind, *, listen="127.0.0.1:0", **options):
+    """A running echo duck of one kind."""
+    if kind == "native":
+        from vllm_duck.executor import _stream
+        from vllm_duck.executor.native_server import NativeDuckServer
+
+        server = NativeDuckServer(
+            _stream.echo_compute(), make_info(), listen=listen, **options
+        )
+    else:
+        server = DuckServer(echo, make_info(), listen=listen, **options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop(0)
+
+
+@contextmanager
+def calling(kind, endpoints, *, deadline_s=30.0, reply_dtype="bf16", token=None):
+    """A client of one kind for these ducks, as a FanOut."""
+    security = ClientSecurity(token=token)
+    if kind == "native":
+        from vllm_duck.executor.native_client import NativeFanOut
+
+        fan_out = NativeFanOut(
+            endpoints, deadline_s=deadline_s, reply_dtype=reply_dtype, security=security
+        )
+        ducks = []
+    else:
+        make = GrpcDuck if kind == "grpcio" else StockDuck
+        ducks = [
+            make(
+                endpoint,
+                deadline_s=deadline_s,
+                reply_dtype=reply_dtype,
+                security=security,
+            )
+            for endpoint in endpoints
+        ]
+        fan_out = PythonFanOut(ducks, reply_dtype=reply_dtype)
+    try:
+        yield fan_out
+    finally:
+        fan_out.close()
+        for duck in ducks:
+            duck.close()
+
+
+class StockDuck:
+    """Plain grpcio with a call for each request, as a stranger would write it."""
+
+    def __init__(self, endpoint, *, deadline_s, reply_dtype, security):
+        self.name = endpoint
+        self._deadline_s = deadline_s
+        self._channel = grpc.insecure_channel(
+            endpoint,
+            options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)],
+        )
+
+    def start(self, request):
+        raise AssertionError("a fan-out encodes once")
+
+    def describe(self):
+        raise AssertionError("not asked here")
+
+    def start_encoded(self, encoded):
+        call = self._channel.stream_stream(FORWARD_METHOD)(
+            iter([encoded.message]), timeout=self._deadline_s
+        )
+        return _StockPending(call)
+
+    def close(self):
+        self._channel.close()
+
+
+class _StockPending:
+    def __init__(self, call):
+        self._call = call
+        self._reply = None
+        self._lock = threading.Lock()
+
+    def is_done(self):
+        return self._reply is not None
+
+    def result(self):
+        with self._lock:
+            if self._reply is None:
+                (message,) = self._call
+                decoded = codec.decode_reply(message)
+                self._reply = codec_reply(decoded)
+        return self._reply
+
+
+def codec_reply(decoded):
+    from vllm_duck.executor.duck import MoeReply
+
+    assert decoded.status is codec.ReplyStatus.OK, decoded.error
+    return MoeReply(decoded.partial, decoded.queue_us, decoded.compute_us, 0)

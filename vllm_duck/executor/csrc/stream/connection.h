@@ -1,0 +1,157 @@
+// One HTTP/2 connection that carries gRPC messages: what client and server share.
+//
+// Nothing here blocks. The owner calls receive() when the socket is readable, flush()
+// when it is writable or something was sent, and drops the connection when either
+// returns false.
+#pragma once
+
+#include <nghttp2/nghttp2.h>
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "payload.h"
+
+namespace duck::stream {
+
+using Headers = std::vector<std::pair<std::string, std::string>>;
+
+// The value of a header, or null.
+const std::string* find_header(const Headers& headers, const char* name);
+
+// What gRPC calls the end of a call.
+struct Status {
+  int code = 0;
+  std::string text;
+};
+
+// Of the gRPC status codes, those that are used here.
+enum StatusCode {
+  kStatusOk = 0,
+  kStatusCancelled = 1,
+  kStatusUnknown = 2,
+  kStatusInvalidArgument = 3,
+  kStatusResourceExhausted = 8,
+  kStatusUnimplemented = 12,
+  kStatusInternal = 13,
+  kStatusUnavailable = 14,
+  kStatusDataLoss = 15,
+  kStatusUnauthenticated = 16,
+};
+
+struct Stream {
+  int32_t id = 0;
+  Headers headers;   // the first block
+  Headers trailers;  // the second one
+  size_t header_bytes = 0;
+  bool has_headers = false;
+  bool has_response = false;
+  // The peer has ended its side.
+  bool is_half_closed = false;
+  Assembler inbox;
+  // Nothing more is read from it.
+  bool is_ignored = false;
+  // Its window stays shut: credit for what arrives is kept back until reopen().
+  bool is_held = false;
+  size_t held_bytes = 0;
+  std::deque<PayloadRef> outbox;
+  size_t num_sent = 0;  // bytes of outbox.front()
+  bool is_deferred = false;
+  bool is_ending = false;
+  Status ending;
+};
+
+class Connection {
+ public:
+  enum class Refusal { kCompressed, kTooLarge };
+
+  // Called from within receive() and flush(); none of them may destroy the connection.
+  class Owner {
+   public:
+    virtual ~Owner() = default;
+    virtual void on_headers(Stream* stream, bool is_last) = 0;
+    virtual size_t max_message_bytes(const Stream& stream) = 0;
+    virtual void on_message(Stream* stream, Message message) = 0;
+    // A message will not be read; the stream is ignored from here on.
+    virtual void on_refusal(Stream* stream, Refusal why) = 0;
+    virtual void on_half_close(Stream* stream) = 0;
+    virtual void on_close(Stream* stream, uint32_t h2_error) = 0;
+    virtual void on_goaway() = 0;
+  };
+
+  // Takes the socket over; it must be non-blocking.
+  Connection(int socket, bool is_server, uint32_t max_streams, Owner* owner);
+  ~Connection();
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  int socket() const { return socket_; }
+  bool receive();
+  bool flush();
+  // Something could not be written yet.
+  bool is_clogged() const { return !segments_.empty(); }
+  // Why receive() or flush() returned false.
+  const std::string& end_reason() const { return end_reason_; }
+  size_t unsent_bytes() const { return unsent_bytes_; }
+  uint64_t num_received() const { return num_received_; }
+
+  // Client: opens a stream that sends messages until it is closed. 0 if it cannot.
+  int32_t open_stream(const Headers& headers);
+  // Server: answers with these headers, then messages.
+  void respond(Stream* stream);
+  // Server: the end of a call, after what was sent before. Without respond() it is the
+  // whole answer.
+  void finish(Stream* stream, const Status& status);
+
+  void send(Stream* stream, PayloadRef payload);
+  void reopen(Stream* stream);
+  void ping();
+  void announce_end();
+  Stream* find(int32_t id);
+
+ private:
+  struct Segment {
+    std::string control;  // whole frames, or the head of a DATA frame
+    PayloadRef payload;   // and what follows it
+    size_t begin = 0, end = 0;
+    size_t size() const { return control.size() + (end - begin); }
+  };
+
+  static int on_begin_headers(nghttp2_session*, const nghttp2_frame*, void*);
+  static int on_header(nghttp2_session*, const nghttp2_frame*, const uint8_t*, size_t,
+                       const uint8_t*, size_t, uint8_t, void*);
+  static int on_frame(nghttp2_session*, const nghttp2_frame*, void*);
+  static int on_data(nghttp2_session*, uint8_t, int32_t, const uint8_t*, size_t, void*);
+  static int on_frame_sent(nghttp2_session*, const nghttp2_frame*, void*);
+  static int on_stream_close(nghttp2_session*, int32_t, uint32_t, void*);
+  static int send_data(nghttp2_session*, nghttp2_frame*, const uint8_t*, size_t,
+                       nghttp2_data_source*, void*);
+  static ssize_t read_outbox(nghttp2_session*, int32_t, uint8_t*, size_t, uint32_t*,
+                             nghttp2_data_source*, void*);
+  static ssize_t frame_length(nghttp2_session*, uint8_t, int32_t, int32_t, int32_t,
+                              uint32_t, void*);
+
+  void take_data(Stream* stream, const uint8_t* at, size_t num_bytes);
+  void resume(Stream* stream);
+  bool fail(std::string reason);
+  bool pull_frames();
+  bool write_segments();
+  void drop_written(size_t num_bytes);
+
+  int socket_;
+  Owner* owner_;
+  nghttp2_session* session_ = nullptr;
+  std::unordered_map<int32_t, std::unique_ptr<Stream>> streams_;
+  std::deque<Segment> segments_;
+  size_t first_written_ = 0;  // bytes of segments_.front() that are out
+  size_t segment_bytes_ = 0;  // in segments_
+  size_t unsent_bytes_ = 0;   // of payloads, until the socket took them
+  uint64_t num_received_ = 0;
+  std::string end_reason_;
+};
+
+}  // namespace duck::stream

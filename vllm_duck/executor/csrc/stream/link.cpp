@@ -1,0 +1,432 @@
+#include "link.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace duck::stream {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// A request is sent on at most this many connections.
+constexpr int kMaxSends = 3;
+// Before the second connection in a row, and four times that before the third.
+constexpr auto kBackoff = milliseconds(50);
+constexpr auto kConnectTime = seconds(5);
+// With a request in flight and nothing heard: ask whether the peer lives, and how long
+// it may take to say so. As the grpcio client does.
+constexpr auto kQuiet = seconds(10);
+constexpr auto kPingTime = seconds(5);
+constexpr int kPeerLostS = 15;
+// A reply without its tensor: numbers, and a sentence for people.
+constexpr size_t kMaxReplyHead = 64 << 10;
+constexpr auto kNever = Clock::time_point::max();
+
+uint32_t microseconds_between(Clock::time_point from, Clock::time_point to) {
+  return uint32_t(
+      std::chrono::duration_cast<std::chrono::microseconds>(to - from).count());
+}
+
+int number(const std::string* text, int otherwise) {
+  if (!text || text->empty() || text->size() > 4) return otherwise;
+  int value = 0;
+  for (char c : *text) {
+    if (c < '0' || c > '9') return otherwise;
+    value = 10 * value + (c - '0');
+  }
+  return value;
+}
+
+std::string percent_decoded(const std::string& text) {
+  auto digit = [](char c) {
+    if (c >= '0' && c <= '9') return c - '0';
+    c = char(c | 32);
+    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+  };
+  std::string out;
+  for (size_t i = 0; i < text.size(); ++i) {
+    int high = -1, low = -1;
+    if (text[i] == '%' && i + 2 < text.size()) {
+      high = digit(text[i + 1]);
+      low = digit(text[i + 2]);
+    }
+    if (high < 0 || low < 0) {
+      out += text[i];
+      continue;
+    }
+    out += char(high * 16 + low);
+    i += 2;
+  }
+  return out;
+}
+
+// gRPC's table for answers that are not gRPC's.
+int status_of_http(int http_status) {
+  switch (http_status) {
+    case 400:
+      return kStatusInternal;
+    case 401:
+      return kStatusUnauthenticated;
+    case 403:
+      return 7;  // PERMISSION_DENIED
+    case 404:
+      return kStatusUnimplemented;
+    case 429:
+    case 502:
+    case 503:
+    case 504:
+      return kStatusUnavailable;
+    default:
+      return kStatusUnknown;
+  }
+}
+
+// gRPC's table for streams that are reset.
+int status_of_reset(uint32_t h2_error) {
+  switch (h2_error) {
+    case NGHTTP2_REFUSED_STREAM:
+      return kStatusUnavailable;
+    case NGHTTP2_CANCEL:
+      return kStatusCancelled;
+    case NGHTTP2_ENHANCE_YOUR_CALM:
+      return kStatusResourceExhausted;
+    default:
+      return kStatusInternal;
+  }
+}
+
+Failure status_of(const Stream& stream, uint32_t h2_error) {
+  const std::string* http = find_header(stream.headers, ":status");
+  if (http && *http != "200")
+    return {Failure::kStatus, status_of_http(number(http, 0)), "HTTP status " + *http};
+  const Headers& last =
+      find_header(stream.trailers, "grpc-status") ? stream.trailers : stream.headers;
+  const std::string* code = find_header(last, "grpc-status");
+  if (!code)
+    return {Failure::kStatus, status_of_reset(h2_error),
+            std::string("the stream was reset: ") + nghttp2_http2_strerror(h2_error)};
+  const std::string* text = find_header(last, "grpc-message");
+  return {Failure::kStatus, number(code, kStatusUnknown),
+          text ? percent_decoded(*text) : ""};
+}
+
+// A duck that drains or ends a connection may be back on the next one.
+bool is_passing(int code) {
+  return code == kStatusOk || code == kStatusCancelled || code == kStatusUnavailable ||
+         code == kStatusDataLoss;
+}
+
+}  // namespace
+
+void CallLog::add(CallTimes times) {
+  if (latest_.size() < kWindow)
+    latest_.push_back(times);
+  else
+    latest_[num_calls_ % kWindow] = times;
+  ++num_calls_;
+}
+
+Link::Link(int index, const std::string& endpoint, const std::string& authorization,
+           int epoll)
+    : index_(index), endpoint_(endpoint), epoll_(epoll) {
+  headers_ = {{":method", "POST"},
+              {":scheme", "http"},
+              {":path", "/duck.v1.Duck/Forward"},
+              {":authority", endpoint_.authority()},
+              {"te", "trailers"},
+              {"content-type", "application/grpc"},
+              {"user-agent", "vllm-duck"}};
+  if (!authorization.empty()) headers_.emplace_back("authorization", authorization);
+}
+
+Link::~Link() { disconnect(); }
+
+void Link::start(const TicketRef& ticket, Clock::time_point now) {
+  waiting_.push_back(ticket);
+  if (state_ == State::kDown && reconnect_at_ <= now) connect(now);
+  if (state_ != State::kOpen) return;
+  send_waiting();
+  flush(now);
+}
+
+void Link::forget(const Ticket* ticket) {
+  auto is_it = [ticket](const TicketRef& each) { return each.get() == ticket; };
+  waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(), is_it),
+                 waiting_.end());
+  auto found = std::find_if(in_flight_.begin(), in_flight_.end(), is_it);
+  if (found == in_flight_.end()) return;
+  in_flight_.erase(found);
+  // Unsent bytes of a later request count too: all of them wait for this duck.
+  bool is_stuck = ticket->failed_duck == index_ &&
+                  ticket->failure.kind == Failure::kTimeout && connection_ &&
+                  connection_->unsent_bytes() > 0;
+  if (is_stuck) {
+    lose({Failure::kStatus, kStatusUnavailable, "it takes no more bytes"}, true);
+    settle(Clock::now());
+  }
+}
+
+void Link::connect(Clock::time_point now, std::string error) {
+  for (;; ++attempt_) {
+    size_t num_addresses = 0;
+    socket_ = endpoint_.connect(attempt_, &num_addresses, &error);
+    if (socket_ >= 0) break;
+    if (attempt_ + 1 >= num_addresses) return connect_failed(error, now);
+  }
+  state_ = State::kConnecting;
+  give_up_connecting_at_ = now + kConnectTime;
+  epoll_event event{};
+  event.events = EPOLLOUT;
+  event.data.ptr = this;
+  ::epoll_ctl(epoll_, EPOLL_CTL_ADD, socket_, &event);
+}
+
+void Link::connect_failed(const std::string& reason, Clock::time_point now) {
+  disconnect();
+  std::string text = reason;
+  if (!loss_.text.empty()) text += ", after: " + loss_.text;
+  attempt_ = 0;
+  num_losses_ = 0;
+  loss_ = {};
+  reconnect_at_ = now;
+  fail_all({Failure::kStatus, kStatusUnavailable, text});
+}
+
+void Link::on_connected() {
+  tune_socket(socket_, kPeerLostS);
+  connection_ = std::make_unique<Connection>(socket_, /*is_server=*/false, 0,
+                                             static_cast<Connection::Owner*>(this));
+  socket_ = -1;
+  state_ = State::kOpen;
+  attempt_ = 0;
+  is_leaving_ = is_pinged_ = false;
+  num_heard_ = 0;
+  stream_ = connection_->open_stream(headers_);
+  is_watching_writes_ = true;
+  watch(false);
+}
+
+void Link::watch(bool wants_write) {
+  if (wants_write == is_watching_writes_) return;
+  is_watching_writes_ = wants_write;
+  epoll_event event{};
+  event.events = uint32_t(EPOLLIN) | (wants_write ? uint32_t(EPOLLOUT) : 0u);
+  event.data.ptr = this;
+  ::epoll_ctl(epoll_, EPOLL_CTL_MOD, connection_->socket(), &event);
+}
+
+void Link::send_waiting() {
+  Stream* stream = connection_->find(stream_);
+  if (!stream || is_leaving_ || is_lost_) return;
+  if (in_flight_.empty() && !waiting_.empty()) {
+    last_heard_ = Clock::now();
+    is_pinged_ = false;
+  }
+  for (; !waiting_.empty(); waiting_.pop_front()) {
+    connection_->send(stream, waiting_.front()->request);
+    in_flight_.push_back(std::move(waiting_.front()));
+  }
+}
+
+void Link::flush(Clock::time_point now) {
+  if (!connection_->flush())
+    lose({Failure::kStatus, kStatusUnavailable, connection_->end_reason()}, true);
+  settle(now);
+}
+
+void Link::on_event(uint32_t events, Clock::time_point now) {
+  if (state_ == State::kConnecting) {
+    int error = 0;
+    socklen_t size = sizeof error;
+    ::getsockopt(socket_, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error) {
+      disconnect();
+      ++attempt_;  // the next address of the name, if it has one
+      return connect(now, strerror(error));
+    }
+    on_connected();
+    send_waiting();
+    return flush(now);
+  }
+  if (state_ != State::kOpen) return;
+  bool is_alive = true;
+  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) is_alive = connection_->receive();
+  if (is_alive && (events & EPOLLOUT)) is_alive = connection_->flush();
+  if (!is_alive)
+    lose({Failure::kStatus, kStatusUnavailable, connection_->end_reason()}, true);
+  settle(now);
+}
+
+// Acts on what the callbacks have found.
+void Link::settle(Clock::time_point now) {
+  if (state_ != State::kOpen) return;
+  if (is_leaving_ && in_flight_.empty() && !is_lost_)
+    lose({Failure::kStatus, kStatusUnavailable, "it ended the connection"}, true);
+  if (!is_lost_) return watch(connection_->is_clogged());
+  is_lost_ = false;
+  disconnect();
+  if (!in_flight_.empty() || !waiting_.empty()) ++num_losses_;
+  // Back to the front, in their order.
+  for (; !in_flight_.empty(); in_flight_.pop_back()) {
+    TicketRef& ticket = in_flight_.back();
+    Slot& slot = ticket->slots[size_t(index_)];
+    if (may_resend_ && ++slot.num_losses < kMaxSends)
+      waiting_.push_front(std::move(ticket));
+    else
+      ticket->fail(index_, loss_);
+  }
+  if (!may_resend_) fail_all(loss_);
+  reconnect_at_ = now;
+  if (num_losses_ > 1)
+    reconnect_at_ += kBackoff * (1 << 2 * std::min(num_losses_ - 2, 3));
+  if (!waiting_.empty() && reconnect_at_ <= now) connect(now);
+}
+
+void Link::lose(Failure why, bool may_resend) {
+  if (is_lost_) return;
+  is_lost_ = true;
+  may_resend_ = may_resend;
+  loss_ = std::move(why);
+}
+
+void Link::disconnect() {
+  if (socket_ >= 0) ::close(socket_);  // which takes it out of epoll
+  socket_ = -1;
+  connection_.reset();
+  stream_ = 0;
+  state_ = State::kDown;
+}
+
+void Link::fail_all(const Failure& why) {
+  for (auto& ticket : in_flight_) ticket->fail(index_, why);
+  for (auto& ticket : waiting_) ticket->fail(index_, why);
+  in_flight_.clear();
+  waiting_.clear();
+}
+
+Clock::time_point Link::on_time(Clock::time_point now) {
+  if (state_ == State::kDown) {
+    if (waiting_.empty()) return kNever;
+    if (reconnect_at_ <= now) connect(now);
+    if (state_ == State::kDown) return waiting_.empty() ? kNever : reconnect_at_;
+  }
+  if (state_ == State::kConnecting) {
+    if (now < give_up_connecting_at_) return give_up_connecting_at_;
+    connect_failed("no connection within 5 s", now);
+    return kNever;
+  }
+  if (in_flight_.empty()) return kNever;
+  if (connection_->num_received() != num_heard_) {
+    num_heard_ = connection_->num_received();
+    last_heard_ = now;
+    is_pinged_ = false;
+  }
+  auto due = last_heard_ + kQuiet + (is_pinged_ ? kPingTime : seconds(0));
+  if (now < due) return due;
+  if (is_pinged_) {
+    lose({Failure::kStatus, kStatusUnavailable, "it does not answer pings"}, true);
+    settle(now);
+    return now + milliseconds(1);
+  }
+  is_pinged_ = true;
+  connection_->ping();
+  flush(now);
+  return now + kPingTime;
+}
+
+void Link::close() {
+  fail_all({Failure::kClosed, 0, "the client was closed"});
+  disconnect();
+}
+
+void Link::on_headers(Stream* stream, bool) {
+  const std::string* status = find_header(stream->headers, ":status");
+  const std::string* type = find_header(stream->headers, "content-type");
+  if (status && *status == "200" && (!type || type->rfind("application/grpc", 0) != 0))
+    lose({Failure::kProtocol, 0, "it answers, but not with gRPC"}, false);
+}
+
+size_t Link::max_message_bytes(const Stream&) {
+  size_t largest = 0;
+  for (const auto& ticket : in_flight_)
+    largest = std::max(largest, ticket->max_reply_bytes);
+  return largest + kMaxReplyHead;
+}
+
+void Link::on_message(Stream*, Message message) {
+  if (is_lost_) return;
+  ReplyView reply;
+  Parsed parsed = parse(message.data(), message.size(), &reply);
+  // A damaged reply has no id to trust: what is in flight is asked for again.
+  if (parsed != Parsed::kOk || !reply.has_checksum) {
+    const char* what = parsed == Parsed::kMalformed     ? "that does not parse"
+                       : parsed == Parsed::kBadChecksum ? "with a wrong checksum"
+                                                        : "without a checksum";
+    return lose({Failure::kProtocol, 0,
+                 "expected a duck.v1.ForwardReply, got " +
+                     std::to_string(message.size()) + " bytes " + what},
+                parsed != Parsed::kOk);
+  }
+  auto found = std::find_if(
+      in_flight_.begin(), in_flight_.end(),
+      [&](const auto& each) { return each->request_id == reply.request_id; });
+  // Its request has missed its deadline, or was given up.
+  if (found == in_flight_.end()) return;
+  TicketRef ticket = std::move(*found);
+  in_flight_.erase(found);
+  num_losses_ = 0;
+  loss_ = {};
+  if (reply.status != uint32_t(ForwardStatus::kOk)) {
+    std::string text(reinterpret_cast<const char*>(reply.error.data), reply.error.size);
+    return ticket->fail(index_, {Failure::kRefused, int(reply.status), text});
+  }
+  size_t expected_bytes =
+      size_t(ticket->num_rows) * ticket->hidden_size * element_bytes(ticket->dtype);
+  if (reply.num_rows != ticket->num_rows || reply.hidden_size != ticket->hidden_size ||
+      reply.dtype != uint32_t(ticket->dtype) || reply.partial.size != expected_bytes)
+    return ticket->fail(
+        index_,
+        {Failure::kProtocol, 0,
+         "expected a partial sum of shape [" + std::to_string(ticket->num_rows) + ", " +
+             std::to_string(ticket->hidden_size) + "] in " +
+             std::to_string(expected_bytes) + " bytes, got [" +
+             std::to_string(reply.num_rows) + ", " + std::to_string(reply.hidden_size) +
+             "] in " + std::to_string(reply.partial.size)});
+  Slot& slot = ticket->slots[size_t(index_)];
+  slot.is_done = true;
+  slot.message = std::move(message);  // its memory stays where it is
+  slot.reply = reply;
+  slot.rtt_us = microseconds_between(ticket->start, Clock::now());
+  --ticket->num_missing;
+  log_.add({slot.rtt_us, reply.compute_us, reply.queue_us});
+}
+
+void Link::on_refusal(Stream* stream, Connection::Refusal why) {
+  if (why == Connection::Refusal::kCompressed)
+    return lose(
+        {Failure::kProtocol, 0,
+         "it compresses its replies; vllm_duck does not read compressed messages"},
+        false);
+  lose({Failure::kProtocol, 0,
+        "expected a reply of at most " + std::to_string(max_message_bytes(*stream)) +
+            " bytes, got one of " + std::to_string(stream->inbox.announced_bytes())},
+       false);
+}
+
+void Link::on_close(Stream* stream, uint32_t h2_error) {
+  if (stream->id != stream_) return;
+  Failure why = status_of(*stream, h2_error);
+  bool may_resend = is_passing(why.code);
+  if (why.code == kStatusOk)
+    why = {Failure::kStatus, kStatusUnavailable, "it ended the stream"};
+  lose(std::move(why), may_resend);
+}
+
+void Link::on_goaway() { is_leaving_ = true; }
+
+}  // namespace duck::stream

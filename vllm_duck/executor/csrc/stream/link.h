@@ -1,0 +1,101 @@
+// A client's end of one duck: its connection, its Forward stream, what is in flight.
+//
+// A connection that breaks is replaced, and what was in flight is sent again under its
+// old id: a duck keeps no state, so a request may be computed twice. A duck that
+// cannot be connected to fails its requests at once.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "connection.h"
+#include "endpoint.h"
+#include "ticket.h"
+
+namespace duck::stream {
+
+// Medians are taken over the latest calls.
+struct CallTimes {
+  uint32_t rtt_us, compute_us, queue_us;
+};
+
+class CallLog {
+ public:
+  void add(CallTimes times);
+  uint64_t num_calls() const { return num_calls_; }
+  const std::vector<CallTimes>& latest() const { return latest_; }
+
+ private:
+  static constexpr size_t kWindow = 4096;
+  uint64_t num_calls_ = 0;
+  std::vector<CallTimes> latest_;
+};
+
+class Link : private Connection::Owner {
+ public:
+  Link(int index, const std::string& endpoint, const std::string& authorization,
+       int epoll);
+  ~Link() override;
+
+  void start(const TicketRef& ticket, Clock::time_point now);
+  // Nobody waits for it any more. A request that the duck never took costs it the
+  // connection: it would block the ones behind it.
+  void forget(const Ticket* ticket);
+  void on_event(uint32_t events, Clock::time_point now);
+  // Does what is due and says when to ask again.
+  Clock::time_point on_time(Clock::time_point now);
+  void close();
+  const CallLog& log() const { return log_; }
+
+ private:
+  enum class State { kDown, kConnecting, kOpen };
+
+  void connect(Clock::time_point now, std::string error = "");
+  void connect_failed(const std::string& reason, Clock::time_point now);
+  void on_connected();
+  void send_waiting();
+  void flush(Clock::time_point now);
+  void settle(Clock::time_point now);
+  void lose(Failure why, bool may_resend);
+  void disconnect();
+  void fail_all(const Failure& why);
+  void watch(bool wants_write);
+
+  void on_headers(Stream* stream, bool is_last) override;
+  size_t max_message_bytes(const Stream& stream) override;
+  void on_message(Stream* stream, Message message) override;
+  void on_refusal(Stream* stream, Connection::Refusal why) override;
+  void on_half_close(Stream*) override {}
+  void on_close(Stream* stream, uint32_t h2_error) override;
+  void on_goaway() override;
+
+  int index_;
+  Endpoint endpoint_;
+  Headers headers_;
+  int epoll_;
+  State state_ = State::kDown;
+  int socket_ = -1;  // while connecting
+  size_t attempt_ = 0;
+  std::unique_ptr<Connection> connection_;
+  int32_t stream_ = 0;
+  bool is_watching_writes_ = false;
+  std::vector<TicketRef> in_flight_;
+  std::deque<TicketRef> waiting_;
+  // The duck takes no new calls on this connection; those in flight it still answers.
+  bool is_leaving_ = false;
+  // Set inside a callback, acted on once the connection has returned.
+  bool is_lost_ = false;
+  bool may_resend_ = false;
+  Failure loss_{};
+  int num_losses_ = 0;  // in a row, without an answer in between
+  Clock::time_point reconnect_at_{};
+  Clock::time_point give_up_connecting_at_{};
+  Clock::time_point last_heard_{};
+  uint64_t num_heard_ = 0;
+  bool is_pinged_ = false;
+  CallLog log_;
+};
+
+}  // namespace duck::stream

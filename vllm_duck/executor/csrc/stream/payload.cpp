@@ -1,0 +1,89 @@
+#include "payload.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace duck::stream {
+namespace {
+
+constexpr size_t kAlignment = 64;
+// Reserved at once; beyond it a message's memory doubles as its bytes arrive.
+constexpr size_t kFirstBytes = 256 << 10;
+
+}  // namespace
+
+Payload::Payload(size_t message_bytes, size_t aligned_at)
+    : size_(message_bytes + kPrefixBytes) {
+  size_t lead = (kAlignment - (aligned_at + kPrefixBytes) % kAlignment) % kAlignment;
+  size_t total = (lead + size_ + kAlignment - 1) / kAlignment * kAlignment;
+  block_ = static_cast<uint8_t*>(std::aligned_alloc(kAlignment, total));
+  if (!block_) throw std::bad_alloc();
+  data_ = block_ + lead;
+  data_[0] = 0;
+  for (int i = 0; i < 4; ++i) data_[1 + i] = uint8_t(message_bytes >> (24 - 8 * i));
+}
+
+Payload::~Payload() { std::free(block_); }
+
+PayloadRef make_payload(const void* message, size_t message_bytes) {
+  auto payload = std::make_shared<Payload>(message_bytes);
+  if (message_bytes) std::memcpy(payload->message(), message, message_bytes);
+  return payload;
+}
+
+Message::~Message() { std::free(data_); }
+
+Message::Message(Message&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      capacity_(std::exchange(other.capacity_, 0)) {}
+
+Message& Message::operator=(Message&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  std::swap(capacity_, other.capacity_);
+  return *this;
+}
+
+void Message::reserve(size_t num_bytes) {
+  if (num_bytes <= capacity_) return;
+  void* data = std::realloc(data_, num_bytes);
+  if (!data) throw std::bad_alloc();
+  data_ = static_cast<uint8_t*>(data);
+  capacity_ = num_bytes;
+}
+
+void Message::append(const uint8_t* data, size_t num_bytes) {
+  std::memcpy(data_ + size_, data, num_bytes);
+  size_ += num_bytes;
+}
+
+Assembler::Result Assembler::feed(const uint8_t** at, const uint8_t* end,
+                                  size_t max_message_bytes) {
+  if (num_prefix_ < kPrefixBytes) {
+    while (num_prefix_ < kPrefixBytes && *at < end) prefix_[num_prefix_++] = *(*at)++;
+    if (num_prefix_ < kPrefixBytes) return Result::kMore;
+    announced_ =
+        size_t(prefix_[1]) << 24 | prefix_[2] << 16 | prefix_[3] << 8 | prefix_[4];
+    if (prefix_[0] != 0) return Result::kCompressed;
+    if (announced_ > max_message_bytes) return Result::kTooLarge;
+    message_.reserve(std::max<size_t>(1, std::min(announced_, kFirstBytes)));
+  }
+  size_t part = std::min(announced_ - message_.size(), size_t(end - *at));
+  size_t needed = message_.size() + part;
+  if (needed > message_.capacity())
+    message_.reserve(std::min(announced_, std::max(needed, 2 * message_.capacity())));
+  if (part) message_.append(*at, part);
+  *at += part;
+  return message_.size() == announced_ ? Result::kMessage : Result::kMore;
+}
+
+Message Assembler::take() {
+  num_prefix_ = 0;
+  return std::exchange(message_, Message());
+}
+
+}  // namespace duck::stream

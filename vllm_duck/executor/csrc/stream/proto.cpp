@@ -1,0 +1,332 @@
+#include "proto.h"
+
+#include <cstring>
+
+#include "crc32c.h"
+
+namespace duck::stream {
+namespace {
+
+enum WireType { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
+
+constexpr uint32_t kChecksumField = 10;
+constexpr size_t kChecksumBytes = 5;
+
+// Times of a reply: two tags, two varints that always take five bytes, so that the
+// message's length is known before the kernel runs.
+constexpr size_t kTimesBytes = 2 * (1 + 5);
+
+constexpr uint8_t tag(uint32_t field, WireType type) {
+  return uint8_t(field << 3 | type);
+}
+
+class Reader {
+ public:
+  Reader(const uint8_t* data, size_t num_bytes)
+      : begin_(data), at_(data), end_(data + num_bytes) {}
+
+  bool at_end() const { return at_ == end_; }
+  size_t position() const { return size_t(at_ - begin_); }
+
+  bool varint(uint64_t* value) {
+    *value = 0;
+    for (int shift = 0; shift < 70 && at_ < end_; shift += 7) {
+      uint8_t byte = *at_++;
+      *value |= uint64_t(byte & 127) << shift;
+      if (byte < 128) return true;
+    }
+    return false;
+  }
+
+  bool bytes(Slice* slice) {
+    uint64_t size;
+    if (!varint(&size) || size > uint64_t(end_ - at_)) return false;
+    *slice = {at_, size_t(size)};
+    at_ += size;
+    return true;
+  }
+
+  bool fixed32(uint32_t* value) {
+    if (end_ - at_ < 4) return false;
+    *value = at_[0] | at_[1] << 8 | at_[2] << 16 | uint32_t(at_[3]) << 24;
+    at_ += 4;
+    return true;
+  }
+
+  // A field that is not ours. Groups are not used and count as malformed.
+  bool skip(uint32_t wire_type) {
+    uint64_t ignored_number;
+    Slice ignored;
+    switch (wire_type) {
+      case kVarint:
+        return varint(&ignored_number);
+      case kBytes:
+        return bytes(&ignored);
+      case kFixed64:
+      case kFixed32: {
+        ptrdiff_t size = wire_type == kFixed64 ? 8 : 4;
+        if (end_ - at_ < size) return false;
+        at_ += size;
+        return true;
+      }
+      default:
+        return false;
+    }
+  }
+
+ private:
+  const uint8_t* begin_;
+  const uint8_t* at_;
+  const uint8_t* end_;
+};
+
+// Where a number or the bytes of a field go; null for a field that is not ours.
+struct Targets {
+  uint64_t* wide = nullptr;
+  uint32_t* narrow = nullptr;
+  Slice* slice = nullptr;
+};
+
+Targets targets(RequestView* request, uint32_t field) {
+  switch (field) {
+    case 1:
+      return {&request->request_id, nullptr, nullptr};
+    case 2:
+      return {nullptr, &request->layer_idx, nullptr};
+    case 3:
+      return {nullptr, &request->num_rows, nullptr};
+    case 4:
+      return {nullptr, &request->hidden_size, nullptr};
+    case 5:
+      return {nullptr, &request->num_topk, nullptr};
+    case 6:
+      return {nullptr, &request->reply_dtype, nullptr};
+    case 7:
+      return {nullptr, nullptr, &request->hidden};
+    case 8:
+      return {nullptr, nullptr, &request->topk_ids};
+    case 9:
+      return {nullptr, nullptr, &request->topk_weights};
+    default:
+      return {};
+  }
+}
+
+Targets targets(ReplyView* reply, uint32_t field) {
+  switch (field) {
+    case 1:
+      return {&reply->request_id, nullptr, nullptr};
+    case 2:
+      return {nullptr, &reply->status, nullptr};
+    case 3:
+      return {nullptr, nullptr, &reply->error};
+    case 4:
+      return {nullptr, &reply->num_rows, nullptr};
+    case 5:
+      return {nullptr, &reply->hidden_size, nullptr};
+    case 6:
+      return {nullptr, &reply->dtype, nullptr};
+    case 7:
+      return {nullptr, &reply->queue_us, nullptr};
+    case 8:
+      return {nullptr, &reply->compute_us, nullptr};
+    case 9:
+      return {nullptr, nullptr, &reply->partial};
+    default:
+      return {};
+  }
+}
+
+template <class View>
+bool read_field(Reader* reader, uint32_t field, uint32_t wire_type, View* view) {
+  Targets to = targets(view, field);
+  if (wire_type == kBytes && to.slice) return reader->bytes(to.slice);
+  if (wire_type != kVarint || !(to.wide || to.narrow)) return reader->skip(wire_type);
+  uint64_t value;
+  if (!reader->varint(&value)) return false;
+  if (to.wide) *to.wide = value;
+  if (to.narrow) *to.narrow = uint32_t(value);
+  return true;
+}
+
+template <class View>
+Parsed parse_as(const uint8_t* data, size_t num_bytes, View* view) {
+  Reader reader(data, num_bytes);
+  size_t covered = 0;
+  uint32_t expected = 0;
+  while (!reader.at_end()) {
+    // Nothing may follow the checksum: it would not be covered.
+    if (view->has_checksum) return Parsed::kMalformed;
+    covered = reader.position();
+    uint64_t key;
+    if (!reader.varint(&key) || key >> 32 || key >> 3 == 0) return Parsed::kMalformed;
+    uint32_t field = uint32_t(key >> 3), wire_type = key & 7;
+    view->has_checksum = field == kChecksumField && wire_type == kFixed32;
+    bool good = view->has_checksum ? reader.fixed32(&expected)
+                                   : read_field(&reader, field, wire_type, view);
+    if (!good) return Parsed::kMalformed;
+  }
+  if (view->has_checksum && crc32c(data, covered) != expected)
+    return Parsed::kBadChecksum;
+  return Parsed::kOk;
+}
+
+class Writer {
+ public:
+  explicit Writer(uint8_t* at) : at_(at) {}
+  uint8_t* at() const { return at_; }
+
+  // Zero is the default of every number and is left out, as protobuf does.
+  void number(uint32_t field, uint64_t value) {
+    if (value == 0) return;
+    *at_++ = tag(field, kVarint);
+    varint(value);
+  }
+  void five_byte_number(uint32_t field, uint32_t value) {
+    *at_++ = tag(field, kVarint);
+    for (int i = 0; i < 4; ++i, value >>= 7) *at_++ = uint8_t(value | 128);
+    *at_++ = uint8_t(value);
+  }
+  void bytes_head(uint32_t field, size_t size) {
+    *at_++ = tag(field, kBytes);
+    varint(size);
+  }
+  void bytes(uint32_t field, const void* data, size_t size) {
+    bytes_head(field, size);
+    if (size) std::memcpy(at_, data, size);
+    at_ += size;
+  }
+  void checksum(const uint8_t* begin) {
+    uint32_t crc = crc32c(begin, size_t(at_ - begin));
+    *at_++ = tag(kChecksumField, kFixed32);
+    for (int i = 0; i < 4; ++i) *at_++ = uint8_t(crc >> 8 * i);
+  }
+
+ private:
+  void varint(uint64_t value) {
+    for (; value > 127; value >>= 7) *at_++ = uint8_t(value | 128);
+    *at_++ = uint8_t(value);
+  }
+
+  uint8_t* at_;
+};
+
+// No head is longer: nine fields of a tag and a varint.
+constexpr size_t kMaxHead = 9 * 11;
+
+std::string tensor_misfit(const char* name, Slice got, uint64_t rows, uint64_t columns,
+                          uint64_t element) {
+  // Two 32-bit sizes times four fit into 66 bits: compare without the product.
+  bool fits = columns == 0 ? got.size == 0
+                           : got.size % (columns * element) == 0 &&
+                                 got.size / (columns * element) == rows;
+  if (fits) return "";
+  return std::string(name) + " of shape [" + std::to_string(rows) + ", " +
+         std::to_string(columns) + "] must have " +
+         std::to_string(rows * columns * element) + " bytes, got " +
+         std::to_string(got.size);
+}
+
+}  // namespace
+
+Parsed parse(const uint8_t* data, size_t num_bytes, RequestView* request) {
+  return parse_as(data, num_bytes, request);
+}
+
+Parsed parse(const uint8_t* data, size_t num_bytes, ReplyView* reply) {
+  return parse_as(data, num_bytes, reply);
+}
+
+std::string misfit(const RequestView& request) {
+  if (request.dtype() != DType::kBf16 && request.dtype() != DType::kF32)
+    return "reply_dtype must be DTYPE_BF16 or DTYPE_F32, got " +
+           std::to_string(request.reply_dtype);
+  const struct {
+    const char* name;
+    Slice tensor;
+    uint32_t columns;
+    uint32_t element;
+  } tensors[] = {{"hidden", request.hidden, request.hidden_size, 2},
+                 {"topk_ids", request.topk_ids, request.num_topk, 4},
+                 {"topk_weights", request.topk_weights, request.num_topk, 4}};
+  for (const auto& each : tensors) {
+    std::string problem = tensor_misfit(each.name, each.tensor, request.num_rows,
+                                        each.columns, each.element);
+    if (!problem.empty()) return problem;
+  }
+  return "";
+}
+
+PayloadRef encode_request(uint64_t request_id, const ForwardCall& call, DType dtype) {
+  uint8_t head[kMaxHead];
+  Writer writer(head);
+  writer.number(1, request_id);
+  writer.number(2, call.layer_idx);
+  writer.number(3, call.num_rows);
+  writer.number(4, call.hidden_size);
+  writer.number(5, call.num_topk);
+  writer.number(6, uint64_t(dtype));
+  size_t head_bytes = size_t(writer.at() - head);
+  size_t hidden_bytes = size_t(call.num_rows) * call.hidden_size * 2;
+  size_t topk_bytes = size_t(call.num_rows) * call.num_topk * 4;
+
+  uint8_t sizes[kMaxHead];
+  Writer measure(sizes);
+  measure.bytes_head(7, hidden_bytes);
+  measure.bytes_head(8, topk_bytes);
+  measure.bytes_head(9, topk_bytes);
+  auto payload =
+      std::make_shared<Payload>(head_bytes + size_t(measure.at() - sizes) +
+                                hidden_bytes + 2 * topk_bytes + kChecksumBytes);
+  std::memcpy(payload->message(), head, head_bytes);
+  Writer body(payload->message() + head_bytes);
+  body.bytes(7, call.hidden, hidden_bytes);
+  body.bytes(8, call.topk_ids, topk_bytes);
+  body.bytes(9, call.topk_weights, topk_bytes);
+  body.checksum(payload->message());
+  return payload;
+}
+
+ReplyWriter::ReplyWriter(const RequestView& request)
+    : partial_bytes_(size_t(request.num_rows) * request.hidden_size *
+                     element_bytes(request.dtype())) {
+  uint8_t head[kMaxHead];
+  Writer writer(head);
+  writer.number(1, request.request_id);
+  writer.number(2, uint64_t(ForwardStatus::kOk));
+  writer.number(4, request.num_rows);
+  writer.number(5, request.hidden_size);
+  writer.number(6, request.reply_dtype);
+  writer.bytes_head(9, partial_bytes_);
+  partial_at_ = size_t(writer.at() - head);
+  payload_ = std::make_shared<Payload>(
+      partial_at_ + partial_bytes_ + kTimesBytes + kChecksumBytes, partial_at_);
+  std::memcpy(payload_->message(), head, partial_at_);
+}
+
+PayloadRef ReplyWriter::seal(uint32_t queue_us, uint32_t compute_us) {
+  Writer writer(partial() + partial_bytes_);
+  writer.five_byte_number(7, queue_us);
+  writer.five_byte_number(8, compute_us);
+  writer.checksum(payload_->message());
+  return std::move(payload_);
+}
+
+PayloadRef encode_refusal(const RequestView& request, ForwardStatus status,
+                          const std::string& error) {
+  uint8_t head[kMaxHead];
+  Writer writer(head);
+  writer.number(1, request.request_id);
+  writer.number(2, uint64_t(status));
+  writer.bytes_head(3, error.size());
+  size_t head_bytes = size_t(writer.at() - head);
+  auto payload = std::make_shared<Payload>(head_bytes + error.size() +
+                                           (request.has_checksum ? kChecksumBytes : 0));
+  std::memcpy(payload->message(), head, head_bytes);
+  std::memcpy(payload->message() + head_bytes, error.data(), error.size());
+  Writer tail(payload->message() + head_bytes + error.size());
+  tail.checksum(payload->message());
+  return payload;
+}
+
+}  // namespace duck::stream

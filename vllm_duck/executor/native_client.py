@@ -1,0 +1,168 @@
+"""All ducks over the native stream: C++ sends, waits and sums, without the GIL.
+
+There is no thread behind it: whoever waits for a result drives the sockets of all
+ducks. A connection that breaks is replaced and what was in flight is sent again; see
+csrc/stream/link.h.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_duck.errors import (
+    DuckError,
+    DuckProtocolError,
+    DuckTimeout,
+    DuckUnavailable,
+)
+from vllm_duck.executor import _stream
+from vllm_duck.executor.codec import NUMPY_DTYPE, ReplyStatus
+from vllm_duck.executor.duck import CallTimes, MoeReply, MoeRequest, ReplyDtype
+from vllm_duck.executor.endpoints import check_endpoint
+from vllm_duck.executor.fan_out import DuckStatistics, summary
+from vllm_duck.executor.grpc_errors import error_of_reply, error_of_status
+from vllm_duck.executor.security import ClientSecurity
+from vllm_duck.executor.wire import MAX_MESSAGE_BYTES, TOKEN_PREFIX
+
+# Failure::Kind of csrc/stream/ticket.h.
+_STATUS, _REFUSED, _TIMEOUT, _PROTOCOL, _CLOSED = range(5)
+
+
+class NativeFanOut:
+    """One request to all ducks at once, in duck order; connects at the first one."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        deadline_s: float,
+        reply_dtype: ReplyDtype,
+        security: ClientSecurity,
+    ) -> None:
+        self._names = tuple(check_endpoint(endpoint) for endpoint in endpoints)
+        self._deadline_s = deadline_s
+        self._reply_dtype: ReplyDtype = reply_dtype
+        token = security.token
+        self._client = _stream.client_new(
+            self._names,
+            "" if token is None else TOKEN_PREFIX + token,
+            deadline_s,
+            reply_dtype == "fp32",
+        )
+
+    def start(self, request: MoeRequest) -> "NativePendingSum":
+        """Send one request to all ducks and return at once; several may be in flight.
+
+        Raises:
+            DuckProtocolError: it is larger than a duck would take, or too many
+                requests are in flight.
+        """
+        num_rows, hidden_size = request.hidden.shape
+        num_topk = request.topk_ids.shape[1]
+        num_bytes = num_rows * (2 * hidden_size + 8 * num_topk)
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise DuckProtocolError(
+                f"a request must have at most {MAX_MESSAGE_BYTES} bytes, got "
+                f"{num_bytes}; lower max_num_batched_tokens"
+            )
+        ticket = _stream.client_start(
+            self._client,
+            request.layer_idx,
+            num_rows,
+            hidden_size,
+            num_topk,
+            request.hidden,
+            request.topk_ids,
+            request.topk_weights,
+        )
+        if ticket is None:
+            raise DuckProtocolError(
+                "at most 64 requests may be in flight; ask for results first"
+            )
+        return NativePendingSum(self, ticket, (num_rows, hidden_size))
+
+    def statistics(self) -> list[DuckStatistics]:
+        """How each duck did, in duck order."""
+        return [
+            summary(name, num_calls, np.frombuffer(latest, np.uint32).reshape(-1, 3))
+            for name, (num_calls, latest) in zip(
+                self._names, _stream.client_statistics(self._client), strict=True
+            )
+        ]
+
+    def close(self) -> None:
+        _stream.client_close(self._client)
+
+    def replies(self, ticket: object, shape: tuple[int, int]) -> list[MoeReply]:
+        dtype = NUMPY_DTYPE[self._reply_dtype]
+        return [
+            MoeReply(np.frombuffer(partial, dtype).reshape(shape), *times_us)
+            for partial, *times_us in _stream.ticket_replies(ticket)
+        ]
+
+    def error(self, duck_idx: int, kind: int, code: int, text: str) -> DuckError:
+        """Our error for what the stream says of one duck."""
+        name = self._names[duck_idx]
+        if kind == _STATUS:
+            return error_of_status(name, code, text)
+        if kind == _REFUSED:
+            status = code if code in list(ReplyStatus) else ReplyStatus.UNSPECIFIED
+            return error_of_reply(name, ReplyStatus(status), text)
+        if kind == _TIMEOUT:
+            return DuckTimeout(
+                f"duck {name} did not answer within deadline_s={self._deadline_s}; "
+                "raise deadline_s if it is only slow"
+            )
+        if kind == _CLOSED:
+            return DuckUnavailable(f"duck {name}: {text}")
+        assert kind == _PROTOCOL, kind
+        return DuckProtocolError(f"duck {name}: {text}")
+
+
+class NativePendingSum:
+    """One request in flight at all ducks."""
+
+    __slots__ = ("_fan_out", "_sent_ns", "_shape", "_ticket")
+
+    def __init__(
+        self, fan_out: NativeFanOut, ticket: object, shape: tuple[int, int]
+    ) -> None:
+        self._fan_out = fan_out
+        self._ticket = ticket
+        self._shape = shape
+        self._sent_ns = time.perf_counter_ns()
+
+    def is_done(self) -> bool:
+        """Whether result() would return or raise at once."""
+        return _stream.ticket_is_done(self._ticket)
+
+    def replies(self) -> list[MoeReply]:
+        """Wait for all ducks; their replies in duck order.
+
+        Raises:
+            DuckTransportError: the first duck that failed.
+        """
+        self._wait(None)
+        return self._fan_out.replies(self._ticket, self._shape)
+
+    def times(self) -> CallTimes:
+        """Wait for all ducks; how long they took until this host looked."""
+        self._wait(None)
+        return CallTimes(self._sent_ns, *_stream.ticket_times(self._ticket))
+
+    def result(self) -> npt.NDArray[np.float32]:
+        """Wait for all ducks; the sum of their partials [T, H], fresh and writable.
+
+        Raises:
+            DuckTransportError: the first duck that failed.
+        """
+        total = np.empty(self._shape, np.float32)
+        self._wait(total)
+        return total
+
+    def _wait(self, total: npt.NDArray[np.float32] | None) -> None:
+        failure = _stream.ticket_wait(self._ticket, total)
+        if failure is not None:
+            raise self._fan_out.error(*failure)
