@@ -45,6 +45,7 @@ def test_settings_survive_a_round_trip():
         ({"connect_s": -1}, "connect_s must be >= 0, got -1"),
         ({"deadline_s": "1"}, "deadline_s must be a number of seconds"),
         ({"reply_dtype": "fp8"}, "reply_dtype must be"),
+        ({"transport": "tcp"}, "transport must be"),
         ({"reply_dtype": 3}, "reply_dtype must be a string"),
         ({"kv_dtype": "int4"}, "kv_dtype must be"),
         ({"num_drafts": -1}, "num_drafts must be >= 0, got -1"),

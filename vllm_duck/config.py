@@ -44,6 +44,9 @@ class DuckConfig:
     # The dtype of partial sums on the wire. bf16 halves the bytes; fp32 keeps the
     # ducks' accumulators.
     reply_dtype: Literal["bf16", "fp32"] = "bf16"
+    # What carries the calls: "auto" takes the native stream where this build has it
+    # and TLS is off, else grpcio; "native" and "grpcio" insist.
+    transport: Literal["auto", "native", "grpcio"] = "auto"
     # The dtype of the two KV caches. vLLM's own --kv-cache-dtype sets it: "bfloat16"
     # gives bf16, everything else that duck accepts gives fp8.
     kv_dtype: Literal["fp8", "bf16"] = "fp8"
@@ -78,6 +81,8 @@ class DuckConfig:
             _refuse("connect_s", ">= 0", self.connect_s)
         if self.reply_dtype not in ("bf16", "fp32"):
             _refuse("reply_dtype", '"bf16" or "fp32"', self.reply_dtype)
+        if self.transport not in ("auto", "native", "grpcio"):
+            _refuse("transport", '"auto", "native" or "grpcio"', self.transport)
         if self.kv_dtype not in ("fp8", "bf16"):
             _refuse("kv_dtype", '"fp8" or "bf16"', self.kv_dtype)
         if self.num_drafts < 0:

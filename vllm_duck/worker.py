@@ -114,6 +114,7 @@ class DuckWorker(CPUWorker):
                 model_dir,
                 num_ducks=config.local_ducks,
                 num_threads=config.local_threads,
+                serve_flags=[f"--transport={config.transport}"],
             )
             endpoints = self.local_ducks.endpoints
         fleet = Fleet.connect(
@@ -122,6 +123,7 @@ class DuckWorker(CPUWorker):
             connect_s=config.connect_s,
             deadline_s=config.deadline_s,
             reply_dtype=config.reply_dtype,
+            transport=config.transport,
             security=ClientSecurity.from_files(
                 tls_ca=config.tls_ca,
                 tls_cert=config.tls_cert,
