@@ -1,7 +1,12 @@
 from typing import Any
 
 def client_new(
-    endpoints: tuple[str, ...], authorization: str, deadline_s: float, is_fp32: bool, /
+    endpoints: tuple[str, ...],
+    authorization: str,
+    deadline_s: float,
+    quiet_s: float,
+    is_fp32: bool,
+    /,
 ) -> object: ...
 def client_start(
     client: object,

@@ -26,6 +26,9 @@ from vllm_duck.executor.grpc_errors import error_of_reply, error_of_status
 from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.executor.wire import MAX_MESSAGE_BYTES, TOKEN_PREFIX
 
+# As grpcio's client in client.py; a duck's machine that lost its power sends no FIN.
+QUIET_S = 10.0
+
 # Failure::Kind of csrc/stream/ticket.h.
 _STATUS, _REFUSED, _TIMEOUT, _PROTOCOL, _CLOSED = range(5)
 
@@ -40,7 +43,11 @@ class NativeFanOut:
         deadline_s: float,
         reply_dtype: ReplyDtype,
         security: ClientSecurity,
+        quiet_s: float = QUIET_S,
     ) -> None:
+        """quiet_s: how long a duck that owes a reply may be silent before it is pinged;
+        half as long again, and its connection counts as lost.
+        """
         self._names = tuple(check_endpoint(endpoint) for endpoint in endpoints)
         self._deadline_s = deadline_s
         self._reply_dtype: ReplyDtype = reply_dtype
@@ -49,6 +56,7 @@ class NativeFanOut:
             self._names,
             "" if token is None else TOKEN_PREFIX + token,
             deadline_s,
+            quiet_s,
             reply_dtype == "fp32",
         )
 

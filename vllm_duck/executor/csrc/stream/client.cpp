@@ -29,8 +29,10 @@ Client::Client(const ClientOptions& options)
     : options_(options), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
   if (epoll_ < 0) throw std::runtime_error(strerror(errno));
   for (const auto& endpoint : options.endpoints)
-    links_.push_back(std::make_unique<Link>(int(links_.size()), endpoint,
-                                            options.authorization, epoll_));
+    links_.push_back(std::make_unique<Link>(
+        int(links_.size()), endpoint, options.authorization, epoll_,
+        std::chrono::duration_cast<Clock::duration>(
+            std::chrono::duration<double>(options.quiet_s))));
 }
 
 Client::~Client() {

@@ -18,6 +18,7 @@ struct ClientOptions {
   std::vector<std::string> endpoints;
   std::string authorization;  // empty: none
   double deadline_s;
+  double quiet_s;  // see Link
   DType reply_dtype;
 };
 

@@ -18,10 +18,6 @@ constexpr int kMaxSends = 3;
 // Before the second connection in a row, and four times that before the third.
 constexpr auto kBackoff = milliseconds(50);
 constexpr auto kConnectTime = seconds(5);
-// With a request in flight and nothing heard: ask whether the peer lives, and how long
-// it may take to say so. As the grpcio client does.
-constexpr auto kQuiet = seconds(10);
-constexpr auto kPingTime = seconds(5);
 constexpr int kPeerLostS = 15;
 // A reply without its tensor: numbers, and a sentence for people.
 constexpr size_t kMaxReplyHead = 64 << 10;
@@ -132,8 +128,8 @@ void CallLog::add(CallTimes times) {
 }
 
 Link::Link(int index, const std::string& endpoint, const std::string& authorization,
-           int epoll)
-    : index_(index), endpoint_(endpoint), epoll_(epoll) {
+           int epoll, Clock::duration quiet)
+    : index_(index), endpoint_(endpoint), epoll_(epoll), quiet_(quiet) {
   headers_ = {{":method", "POST"},
               {":scheme", "http"},
               {":path", "/duck.v1.Duck/Forward"},
@@ -326,7 +322,7 @@ Clock::time_point Link::on_time(Clock::time_point now) {
     last_heard_ = now;
     is_pinged_ = false;
   }
-  auto due = last_heard_ + kQuiet + (is_pinged_ ? kPingTime : seconds(0));
+  auto due = last_heard_ + (is_pinged_ ? quiet_ * 3 / 2 : quiet_);
   if (now < due) return due;
   if (is_pinged_) {
     lose({Failure::kStatus, kStatusUnavailable, "it does not answer pings"}, true);
@@ -336,7 +332,7 @@ Clock::time_point Link::on_time(Clock::time_point now) {
   is_pinged_ = true;
   connection_->ping();
   flush(now);
-  return now + kPingTime;
+  return now + quiet_ / 2;
 }
 
 void Link::close() {

@@ -35,8 +35,10 @@ class CallLog {
 
 class Link : private Connection::Owner {
  public:
+  // `quiet`: with a request in flight and nothing heard for that long, the duck is
+  // pinged; after half of it again without a sound, the connection counts as lost.
   Link(int index, const std::string& endpoint, const std::string& authorization,
-       int epoll);
+       int epoll, Clock::duration quiet);
   ~Link() override;
 
   void start(const TicketRef& ticket, Clock::time_point now);
@@ -75,6 +77,7 @@ class Link : private Connection::Owner {
   Endpoint endpoint_;
   Headers headers_;
   int epoll_;
+  Clock::duration quiet_;
   State state_ = State::kDown;
   int socket_ = -1;  // while connecting
   size_t attempt_ = 0;

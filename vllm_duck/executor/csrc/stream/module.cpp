@@ -148,9 +148,9 @@ void destroy_server(PyObject* capsule) {
   delete held;
 }
 
-// client_new(endpoints, authorization, deadline_s, is_fp32) -> client
+// client_new(endpoints, authorization, deadline_s, quiet_s, is_fp32) -> client
 PyObject* client_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  if (!require_args(num_args, 4)) return nullptr;
+  if (!require_args(num_args, 5)) return nullptr;
   ClientOptions options;
   options.endpoints.resize(size_t(PyTuple_Size(args[0])));
   for (size_t i = 0; i < options.endpoints.size(); ++i)
@@ -158,7 +158,8 @@ PyObject* client_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
       return nullptr;
   if (!read_string(args[1], &options.authorization)) return nullptr;
   options.deadline_s = PyFloat_AsDouble(args[2]);
-  options.reply_dtype = PyObject_IsTrue(args[3]) ? DType::kF32 : DType::kBf16;
+  options.quiet_s = PyFloat_AsDouble(args[3]);
+  options.reply_dtype = PyObject_IsTrue(args[4]) ? DType::kF32 : DType::kBf16;
   if (PyErr_Occurred()) return nullptr;
   try {
     return PyCapsule_New(new ClientRef(std::make_shared<Client>(options)), kClientName,
