@@ -22,6 +22,7 @@ class Meddler:
         self.passes_to_duck, self.passes_to_host = threading.Event(), threading.Event()
         self.resume()
         self.num_connections = 0
+        self.num_passed = {"duck": 0, "host": 0}
         self._sockets = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -73,6 +74,7 @@ class Meddler:
                 passes.wait()
                 target.sendall(getattr(self, f"to_{name}")(chunk, before))
                 before += len(chunk)
+                self.num_passed[name] += len(chunk)
         for each in (source, target):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
