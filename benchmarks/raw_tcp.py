@@ -1,0 +1,62 @@
+"""The raw TCP fan-out of raw_tcp.cpp, called from Python: the yardstick of rpc.py."""
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+class RawTcp:
+    """N connections to a server process; one request at a time."""
+
+    def __init__(self, num_ducks: int, port: int) -> None:
+        self._library = load()
+        self._handle = self._library.raw_connect(num_ducks, port)
+        assert self._handle
+
+    def call(
+        self, request: npt.NDArray[np.uint8], shape: tuple[int, int]
+    ) -> npt.NDArray[np.float32]:
+        """Send the bytes to all; the sum of their echoed bf16 bits [T, H]."""
+        total = np.empty(shape, np.float32)
+        code = self._library.raw_call(
+            self._handle,
+            request.ctypes.data,
+            request.nbytes,
+            2 * total.size,
+            total.ctypes.data,
+        )
+        assert code == 0
+        return total
+
+    def close(self) -> None:
+        self._library.raw_close(self._handle)
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Compile the yardstick, as the extensions are compiled, and load it."""
+    with tempfile.TemporaryDirectory() as directory:
+        library = Path(directory, "raw_tcp.so")
+        flags = ["-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC"]
+        compiler = os.environ.get("CXX", "g++")
+        subprocess.run([compiler, *flags, str(_SOURCE), "-o", library], check=True)
+        loaded = ctypes.CDLL(str(library))
+    loaded.raw_connect.restype = ctypes.c_void_p
+    loaded.raw_connect.argtypes = [ctypes.c_int, ctypes.c_int]
+    loaded.raw_call.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+    ]
+    loaded.raw_close.argtypes = [ctypes.c_void_p]
+    return loaded
