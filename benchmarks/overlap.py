@@ -10,20 +10,24 @@ acceptance (random_model.py), but for the bundled one.
 """
 
 import contextlib
+import itertools
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.acceptance import make_prompts
 from benchmarks.common import MODEL_DIR, Result, main
 from benchmarks.engines import in_fresh_process, start_engine
 from benchmarks.paced_duck import Pace, paced_duck
 from benchmarks.random_model import DEEP, WIDE, write_random_model
+from vllm_duck.models.overlap import Overlap, OverlapMeter
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 PREFILL_TOKENS = 2048
+MAX_ANSWER = 200
 MTP1 = {"method": "duck_mtp1"}
 
 
@@ -36,6 +40,7 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
         yield from _real(wide, num_tokens)
         yield from _whole_engines("wide", wide, num_tokens)
         yield from _whole_engines("bundled", model_dir, 4 * num_tokens)
+        yield from _beside_stock(model_dir, Path(directory) / "v3", 4 * num_tokens)
         deep = write_random_model(DEEP, Path(directory) / "deep")
         yield from _depth(deep, num_tokens)
 
@@ -184,6 +189,40 @@ def _whole_engines(name: str, model_dir: Path, num_tokens: int) -> Iterator[Resu
     )
 
 
+def _beside_stock(
+    model_dir: Path, dense_dir: Path, num_tokens: int
+) -> Iterator[Result]:
+    """The same weights as dense deepseek_v3: stock vLLM has the experts in process."""
+    in_fresh_process(write_dense, model_dir, dense_dir)
+    stock = in_fresh_process(measure_stock, dense_dir, num_tokens)
+    ours = in_fresh_process(measure_pairs, model_dir, num_tokens)
+    yield Result(
+        "bundled duck_mtp1 with lanes",
+        "decode",
+        ours["lanes"],
+        "tok/s",
+        "vLLM mtp, dense V3",
+        stock,
+        target="ratio >= 1",
+    )
+
+
+def write_dense(model_dir: Path, dense_dir: Path) -> None:
+    import torch
+
+    from benchmarks.oracle import write_dequantized
+
+    write_dequantized(
+        model_dir, dense_dir, torch.bfloat16, as_dense_v3=True, with_mtp=True
+    )
+
+
+def measure_stock(dense_dir: Path, num_tokens: int) -> float:
+    engine = Engine(dense_dir, None, {"method": "mtp", "num_speculative_tokens": 1})
+    engine.decode(16)
+    return engine.decode(num_tokens)["tok_s"]
+
+
 def measure_plain(model_dir: Path, num_tokens: int) -> tuple[float, dict[bool, float]]:
     engine = Engine(model_dir, _one_local_duck(), None)
     engine.decode(16)
@@ -207,37 +246,44 @@ def measure_pairs(model_dir: Path, num_tokens: int) -> dict[str, float]:
 
 
 def _depth(model_dir: Path, num_tokens: int) -> Iterator[Result]:
-    inside = in_fresh_process(measure_layer_us, model_dir, num_tokens, False)
-    remote = in_fresh_process(measure_layer_us, model_dir, num_tokens, True)
-    yield Result(
-        "58 MoE layers, remote beyond in process",
-        "us_per_layer",
-        remote["plain"] - inside["plain"],
-        "us",
-        "in process",
-        inside["plain"],
-        target="<= 250 us over grpcio, 100 us over the native stream",
-    )
+    inside = in_fresh_process(measure_layer_us, model_dir, num_tokens, "")
+    target = {"native": "<= 100 us", "grpcio": "<= 250 us"}
+    for transport in target:
+        remote = in_fresh_process(measure_layer_us, model_dir, num_tokens, transport)
+        yield Result(
+            f"58 MoE layers over {transport}, beyond in process",
+            "us_per_layer",
+            remote - inside,
+            "us",
+            "in process",
+            inside,
+            target=target[transport],
+        )
+    yield from _whole_engines("58 MoE layers,", model_dir, num_tokens)
 
 
-def measure_layer_us(
-    model_dir: Path, num_tokens: int, remote: bool
-) -> dict[str, float]:
-    engine = Engine(model_dir, _one_local_duck(), None)
-    if not remote:
+def measure_layer_us(model_dir: Path, num_tokens: int, transport: str) -> float:
+    """A token's time over the MoE layers; without a transport, of one process."""
+    duck = {**_one_local_duck(), "transport": transport or "auto"}
+    engine = Engine(model_dir, duck, None)
+    if not transport:
         engine.compute_inside(model_dir)
     engine.decode(8)
-    token_s = 1 / engine.decode(num_tokens)["tok_s"]
-    return {"plain": token_s / engine.num_sparse_layers * 1e6}
+    return 1e6 / engine.decode(num_tokens)["tok_s"] / engine.num_sparse_layers
 
 
 class Engine:
     """An engine in this process and what one benchmark asks of it."""
 
     def __init__(
-        self, model_dir: Path, duck: dict[str, Any], speculation: dict[str, str] | None
+        self,
+        model_dir: Path,
+        duck: dict[str, Any] | None,
+        speculation: dict[str, Any] | None,
     ) -> None:
         options = {"speculative_config": dict(speculation)} if speculation else {}
+        if duck is not None:
+            duck = {"draft_gate": False, **duck}
         self.llm = start_engine(
             model_dir,
             duck=duck,
@@ -249,17 +295,19 @@ class Engine:
         )
         core = self.llm.llm_engine.engine_core.engine_core
         self.runner = core.model_executor.driver_worker.worker.model_runner
-        self.trunk = self.runner.model.model
-        dims = self.runner.model.dims
-        self.num_sparse_layers = dims.num_hidden_layers - dims.first_k_dense_replace
-
-        self.set_lanes(True)
+        config = core.vllm_config.model_config.hf_config
+        self.num_sparse_layers = config.num_hidden_layers - config.first_k_dense_replace
+        self.questions = make_prompts(MODEL_DIR)["reasoning"]
+        self.meter = OverlapMeter()
+        if duck is not None:
+            self.meter = self.runner.meter
+            self.set_lanes(True)
 
     def set_lanes(self, overlaps: bool) -> None:
         """Always in lanes, or never."""
         from vllm_duck.models.lanes import LanePolicy
 
-        self.trunk.lane_policy = LanePolicy(overlaps, times=None)
+        self.runner.model.model.lane_policy = LanePolicy(overlaps, times=None)
 
     def compute_inside(self, model_dir: Path) -> None:
         """Put the ducks' kernel into this process."""
@@ -274,51 +322,76 @@ class Engine:
         model = checkpoint.summary
         whole = Shard(0, model.moe_intermediate_size, 0, model.n_routed_experts)
         loaded = load_shard(checkpoint, whole, show_progress=False)
-        kernel = ShardMoe(loaded, model, num_threads=1, is_pinned=False)
+        kernel = ShardMoe(loaded, num_threads=1, is_pinned=False)
         self.runner.attach_ducks(Fleet([InProcessDuck(kernel, kernel.info)]))
 
     def decode(self, num_tokens: int, *, batch: int = 1) -> dict[str, float]:
-        """Tokens a second behind the prompt, and the lanes' figures of those steps."""
-        return self._run([16] * batch, num_tokens)
+        """Tokens a second behind the prompts, and the lanes' figures of those steps.
 
-    def prefill(self, num_prompt_tokens: int) -> dict[str, float]:
-        return min(
-            (self._run([num_prompt_tokens], 1) for _ in range(3)),
-            key=lambda found: found["seconds"],
-        )
-
-    def _run(self, prompt_lens: Sequence[int], num_tokens: int) -> dict[str, float]:
-        from vllm import SamplingParams
-
-        engine, meter = self.llm.llm_engine, self.trunk.meter
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=num_tokens, ignore_eos=True
-        )
-        for number, length in enumerate(prompt_lens):
-            prompt = [20 + 7 * number + i % 1500 for i in range(length)]
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
-        counted = self._draft_counts()
-        before, begin_s = meter.total, time.perf_counter()
-        if num_tokens > 1:
-            # The prompt's step is not one of decoding.
-            engine.step()
-            before, begin_s = meter.total, time.perf_counter()
-        while engine.has_unfinished_requests():
-            engine.step()
-        seconds = time.perf_counter() - begin_s
+        Answers questions, around again if need be, until that many tokens are there.
+        """
+        asked = itertools.cycle(self.questions)
+        before = self.meter.total, self._draft_counts()
+        seconds, generated = 0.0, 0
+        prompts = Overlap()
+        while generated < num_tokens:
+            length = min(MAX_ANSWER, 1 + (num_tokens - generated) // batch)
+            self._add(list(itertools.islice(asked, batch)), max(2, length))
+            at_prompt = self.meter.total
+            self.llm.llm_engine.step()
+            prompts += self.meter.total - at_prompt
+            begin_s = time.perf_counter()
+            generated += self._finish() - batch
+            seconds += time.perf_counter() - begin_s
+        steps = self.meter.total - before[0] - prompts
         verified, accepted = (
-            b - a for a, b in zip(counted, self._draft_counts(), strict=True)
+            b - a for a, b in zip(before[1], self._draft_counts(), strict=True)
         )
-        steps = meter.total - before
-        num_stages = max(1, 2 * steps.num_steps * self.num_sparse_layers)
         return {
-            "seconds": seconds,
-            "tok_s": len(prompt_lens) * (num_tokens - 1) / seconds,
+            "tok_s": generated / seconds,
             "efficiency": steps.efficiency,
             "ratio": steps.ratio,
+            "acceptance": accepted / verified if verified else 0.0,
+            **self._stages(steps),
+        }
+
+    def prefill(self, num_prompt_tokens: int) -> dict[str, float]:
+        """The quickest of three."""
+        prompt = [20 + i % 1500 for i in range(num_prompt_tokens)]
+        found = []
+        for _ in range(3):
+            before, begin_s = self.meter.total, time.perf_counter()
+            self._add([prompt], 1)
+            self._finish()
+            seconds = time.perf_counter() - begin_s
+            stages = self._stages(self.meter.total - before)
+            found.append({"seconds": seconds, **stages})
+        return min(found, key=lambda each: each["seconds"])
+
+    def _add(self, prompts: list[list[int]], num_tokens: int) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+        for number, prompt in enumerate(prompts):
+            self.llm.llm_engine.add_request(
+                str(number), {"prompt_token_ids": prompt}, sampling
+            )
+
+    def _finish(self) -> int:
+        """Run what was added to its end; returns the tokens generated."""
+        engine, num_tokens = self.llm.llm_engine, 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    num_tokens += len(output.outputs[0].token_ids)
+        return num_tokens
+
+    def _stages(self, steps: Overlap) -> dict[str, float]:
+        """Mean seconds of a stage of each side."""
+        num_stages = max(1, 2 * steps.num_steps * self.num_sparse_layers)
+        return {
             "stage0_s": steps.s0_s / num_stages,
             "stage1_s": steps.s1_s / num_stages,
-            "acceptance": accepted / verified if verified else 0.0,
         }
 
     def _draft_counts(self) -> tuple[float, float]:
