@@ -21,6 +21,8 @@ else
   flags="-fsanitize=address,undefined -fno-sanitize-recover=all" library=libasan.so
 fi
 
+tests=${SANITIZED_TESTS:-tests/executor/test_kernel.py tests/executor/test_kernel_errors.py}
+
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 git ls-files -co --exclude-standard -- setup.py pyproject.toml README.md vllm_duck tests |
@@ -38,5 +40,4 @@ export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}"
 cxx=${CXX:-g++}
 LD_PRELOAD="$("$cxx" -print-file-name=$library) $("$cxx" -print-file-name=libstdc++.so)" \
-  "$python" -m pytest -p no:cacheprovider tests/executor/test_kernel.py \
-  tests/executor/test_kernel_errors.py "$@"
+  "$python" -m pytest -p no:cacheprovider $tests "$@"

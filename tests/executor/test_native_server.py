@@ -146,6 +146,7 @@ def test_a_request_that_does_not_fit_itself_is_refused_as_by_grpcio(
     (reply,) = stub.Forward(iter([wire]), timeout=30)
     assert (reply.request_id, reply.status) == (7, duck_pb2.STATUS_INVALID_REQUEST)
     assert match in reply.error
+    assert reply.HasField("checksum")
 
 
 def test_compressed_messages_are_unimplemented(server):

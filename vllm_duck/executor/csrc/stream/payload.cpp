@@ -10,8 +10,6 @@ namespace duck::stream {
 namespace {
 
 constexpr size_t kAlignment = 64;
-// Reserved at once; beyond it a message's memory doubles as its bytes arrive.
-constexpr size_t kFirstBytes = 256 << 10;
 
 }  // namespace
 
@@ -70,12 +68,10 @@ Assembler::Result Assembler::feed(const uint8_t** at, const uint8_t* end,
         size_t(prefix_[1]) << 24 | prefix_[2] << 16 | prefix_[3] << 8 | prefix_[4];
     if (prefix_[0] != 0) return Result::kCompressed;
     if (announced_ > max_message_bytes) return Result::kTooLarge;
-    message_.reserve(std::max<size_t>(1, std::min(announced_, kFirstBytes)));
+    // Addresses only: the system gives memory to the pages that are written.
+    message_.reserve(std::max<size_t>(1, announced_));
   }
   size_t part = std::min(announced_ - message_.size(), size_t(end - *at));
-  size_t needed = message_.size() + part;
-  if (needed > message_.capacity())
-    message_.reserve(std::min(announced_, std::max(needed, 2 * message_.capacity())));
   if (part) message_.append(*at, part);
   *at += part;
   return message_.size() == announced_ ? Result::kMessage : Result::kMore;

@@ -52,7 +52,6 @@ class Message {
   void reserve(size_t num_bytes);
   // Needs reserved room.
   void append(const uint8_t* data, size_t num_bytes);
-  size_t capacity() const { return capacity_; }
 
  private:
   uint8_t* data_ = nullptr;
@@ -61,7 +60,7 @@ class Message {
 };
 
 // Cuts the bytes of one stream into messages. A length is judged before anything is
-// reserved for it, and memory grows with what has come, not with what was announced.
+// reserved for it.
 class Assembler {
  public:
   enum class Result { kMore, kMessage, kCompressed, kTooLarge };

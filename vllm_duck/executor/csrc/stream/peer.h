@@ -51,8 +51,9 @@ class Peer : private Connection::Owner {
 
   // Takes no further request; calls end with what has arrived.
   void drain();
-  // For the server: what epoll was told last.
+  // For the server: what epoll was told last, and whether a turn is on its way.
   uint32_t watched_events = 0;
+  bool is_queued = false;
 
   bool has_forward_calls() const { return num_forward_calls_ > 0; }
 

@@ -1,5 +1,6 @@
 #include "proto.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "crc32c.h"
@@ -173,7 +174,9 @@ Parsed parse_as(const uint8_t* data, size_t num_bytes, View* view) {
 
 class Writer {
  public:
-  explicit Writer(uint8_t* at) : at_(at) {}
+  // `num_before` bytes of the message are in front already.
+  explicit Writer(uint8_t* at, size_t num_before = 0)
+      : at_(at), summed_(at - num_before) {}
   uint8_t* at() const { return at_; }
 
   // Zero is the default of every number and is left out, as protobuf does.
@@ -187,19 +190,33 @@ class Writer {
     for (int i = 0; i < 4; ++i, value >>= 7) *at_++ = uint8_t(value | 128);
     *at_++ = uint8_t(value);
   }
+  // Varints may end in a zero byte that they do not need.
+  void lengthen_last() {
+    at_[-1] |= 128;
+    *at_++ = 0;
+  }
   void bytes_head(uint32_t field, size_t size) {
     *at_++ = tag(field, kBytes);
     varint(size);
   }
+  // Each block is added to the checksum while it is in the cache.
   void bytes(uint32_t field, const void* data, size_t size) {
     bytes_head(field, size);
-    if (size) std::memcpy(at_, data, size);
-    at_ += size;
+    auto* from = static_cast<const uint8_t*>(data);
+    while (size > 0) {
+      size_t part = std::min(size, kBlock);
+      std::memcpy(at_, from, part);
+      at_ += part;
+      from += part;
+      size -= part;
+      sum();
+    }
   }
-  void checksum(const uint8_t* begin) {
-    uint32_t crc = crc32c(begin, size_t(at_ - begin));
+  // Of all that was written.
+  void checksum() {
+    sum();
     *at_++ = tag(kChecksumField, kFixed32);
-    for (int i = 0; i < 4; ++i) *at_++ = uint8_t(crc >> 8 * i);
+    for (int i = 0; i < 4; ++i) *at_++ = uint8_t(crc_ >> 8 * i);
   }
 
  private:
@@ -207,8 +224,15 @@ class Writer {
     for (; value > 127; value >>= 7) *at_++ = uint8_t(value | 128);
     *at_++ = uint8_t(value);
   }
+  void sum() {
+    crc_ = crc32c(summed_, size_t(at_ - summed_), crc_);
+    summed_ = at_;
+  }
 
+  static constexpr size_t kBlock = 64 << 10;
   uint8_t* at_;
+  uint8_t* summed_;
+  uint32_t crc_ = 0;
 };
 
 // No head is longer: nine fields of a tag and a varint.
@@ -266,6 +290,12 @@ PayloadRef encode_request(uint64_t request_id, const ForwardCall& call, DType dt
   writer.number(4, call.hidden_size);
   writer.number(5, call.num_topk);
   writer.number(6, uint64_t(dtype));
+  // Tensors at an even address spare the duck a copy.
+  uint8_t hidden_head[kMaxHead];
+  Writer hidden_writer(hidden_head);
+  hidden_writer.bytes_head(7, size_t(call.num_rows) * call.hidden_size * 2);
+  if ((writer.at() - head + hidden_writer.at() - hidden_head) % 2)
+    writer.lengthen_last();
   size_t head_bytes = size_t(writer.at() - head);
   size_t hidden_bytes = size_t(call.num_rows) * call.hidden_size * 2;
   size_t topk_bytes = size_t(call.num_rows) * call.num_topk * 4;
@@ -279,11 +309,11 @@ PayloadRef encode_request(uint64_t request_id, const ForwardCall& call, DType dt
       std::make_shared<Payload>(head_bytes + size_t(measure.at() - sizes) +
                                 hidden_bytes + 2 * topk_bytes + kChecksumBytes);
   std::memcpy(payload->message(), head, head_bytes);
-  Writer body(payload->message() + head_bytes);
+  Writer body(payload->message() + head_bytes, head_bytes);
   body.bytes(7, call.hidden, hidden_bytes);
   body.bytes(8, call.topk_ids, topk_bytes);
   body.bytes(9, call.topk_weights, topk_bytes);
-  body.checksum(payload->message());
+  body.checksum();
   return payload;
 }
 
@@ -305,10 +335,10 @@ ReplyWriter::ReplyWriter(const RequestView& request)
 }
 
 PayloadRef ReplyWriter::seal(uint32_t queue_us, uint32_t compute_us) {
-  Writer writer(partial() + partial_bytes_);
+  Writer writer(partial() + partial_bytes_, partial_at_ + partial_bytes_);
   writer.five_byte_number(7, queue_us);
   writer.five_byte_number(8, compute_us);
-  writer.checksum(payload_->message());
+  writer.checksum();
   return std::move(payload_);
 }
 
@@ -320,12 +350,13 @@ PayloadRef encode_refusal(const RequestView& request, ForwardStatus status,
   writer.number(2, uint64_t(status));
   writer.bytes_head(3, error.size());
   size_t head_bytes = size_t(writer.at() - head);
-  auto payload = std::make_shared<Payload>(head_bytes + error.size() +
-                                           (request.has_checksum ? kChecksumBytes : 0));
+  auto payload =
+      std::make_shared<Payload>(head_bytes + error.size() + kChecksumBytes);
   std::memcpy(payload->message(), head, head_bytes);
   std::memcpy(payload->message() + head_bytes, error.data(), error.size());
-  Writer tail(payload->message() + head_bytes + error.size());
-  tail.checksum(payload->message());
+  size_t num_before = head_bytes + error.size();
+  Writer tail(payload->message() + num_before, num_before);
+  tail.checksum();
   return payload;
 }
 

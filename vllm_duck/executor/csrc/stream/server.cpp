@@ -7,7 +7,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <stdexcept>
 
 #include "endpoint.h"
@@ -126,10 +125,15 @@ void Server::with_control_call(uint64_t call_id,
 void Server::serve() {
   while (!is_drained()) {
     epoll_event events[kMaxEvents];
-    int timeout_ms = has_job() ? 0 : is_draining_ ? 10 : -1;
+    bool has_job = !is_computing_ && !ready_.empty();
+    int timeout_ms = has_job ? 0 : is_draining_ ? 10 : -1;
     int count = ::epoll_wait(epoll_, events, kMaxEvents, timeout_ms);
-    for (int i = 0; i < count; ++i) on_readiness(events[i].data.u64, events[i].events);
-    compute_next();
+    for (int i = 0; i < count; ++i) {
+      on_readiness(events[i].data.u64, events[i].events);
+      // At once: the other hosts' requests are no reason for this one to wait.
+      compute_next();
+    }
+    if (count <= 0) compute_next();
   }
   peers_.clear();
   close_listeners();
@@ -162,7 +166,6 @@ void Server::accept_from(int listener) {
   auto peer = std::make_unique<Peer>(id, socket, static_cast<Peer::House*>(this));
   watch(epoll_, EPOLL_CTL_ADD, socket, id, EPOLLIN);
   Peer* added = (peers_[id] = std::move(peer)).get();
-  turns_.push_back(id);
   after_io(added, added->connection().flush());
 }
 
@@ -174,10 +177,10 @@ void Server::close_listeners() {
 void Server::after_io(Peer* peer, bool is_alive) {
   uint64_t id = peer->id();
   if (!is_alive) {
-    turns_.erase(std::remove(turns_.begin(), turns_.end(), id), turns_.end());
     peers_.erase(id);
     return;
   }
+  queue(peer);
   uint32_t events = EPOLLIN;
   if (peer->connection().is_clogged()) events |= EPOLLOUT;
   if (events == peer->watched_events) return;
@@ -234,36 +237,35 @@ bool Server::is_drained() {
   return now >= goodbye_;
 }
 
-bool Server::has_job() const {
-  if (is_computing_) return false;
-  return std::any_of(peers_.begin(), peers_.end(),
-                     [](const auto& entry) { return entry.second->has_job(); });
-}
-
-// Computes one request, or hands it to the other thread, and gives the next host its
+// Computes one request, or hands it to the other thread; then it is the next host's
 // turn.
 void Server::compute_next() {
-  if (is_computing_) return;
-  for (size_t i = 0; i < turns_.size(); ++i) {
-    uint64_t id = turns_.front();
-    turns_.pop_front();
-    turns_.push_back(id);
-    Peer* peer = peers_.at(id).get();
-    if (!peer->has_job()) continue;
-    std::unique_ptr<Job> job = peer->take_job();
-    if (!job) continue;
-    if (job->request.num_rows <= kInlineRows) {
-      answer(options_.compute, job.get());
-      return deliver(job.get());
-    }
-    is_computing_ = true;
-    {
-      std::lock_guard<std::mutex> lock(job_mutex_);
-      long_job_ = std::move(job);
-    }
-    job_ready_.notify_one();
-    return;
+  if (is_computing_ || ready_.empty()) return;
+  auto found = peers_.find(ready_.front());
+  ready_.pop_front();
+  if (found == peers_.end()) return;
+  Peer* peer = found->second.get();
+  peer->is_queued = false;
+  if (!peer->has_job()) return;
+  std::unique_ptr<Job> job = peer->take_job();
+  queue(peer);
+  if (!job) return;
+  if (job->request.num_rows <= kInlineRows) {
+    answer(options_.compute, job.get());
+    return deliver(job.get());
   }
+  is_computing_ = true;
+  {
+    std::lock_guard<std::mutex> lock(job_mutex_);
+    long_job_ = std::move(job);
+  }
+  job_ready_.notify_one();
+}
+
+void Server::queue(Peer* peer) {
+  if (peer->is_queued || !peer->has_job()) return;
+  peer->is_queued = true;
+  ready_.push_back(peer->id());
 }
 
 void Server::deliver(Job* job) {

@@ -63,7 +63,7 @@ class Server : private Peer::House {
   void with_control_call(uint64_t call_id,
                          const std::function<void(Peer*, int32_t)>& act);
 
-  bool has_job() const;
+  void queue(Peer* peer);
   void compute_next();
   void deliver(Job* job);
   void compute_long_jobs();
@@ -87,7 +87,7 @@ class Server : private Peer::House {
 
   // Of the serving thread alone.
   std::unordered_map<uint64_t, std::unique_ptr<Peer>> peers_;
-  std::deque<uint64_t> turns_;  // peers in the order of their turns
+  std::deque<uint64_t> ready_;  // peers with a request to compute, in turn
   size_t num_calls_ = 0;
   uint64_t last_peer_id_ = 0;
   uint64_t last_call_id_ = 0;
