@@ -48,6 +48,7 @@ def test_settings_survive_a_round_trip():
         ({"transport": "tcp"}, "transport must be"),
         ({"reply_dtype": 3}, "reply_dtype must be a string"),
         ({"kv_dtype": "int4"}, "kv_dtype must be"),
+        ({"local_weight_format": "int2"}, 'must be "int8" or "int4", got .int2.'),
         ({"num_drafts": -1}, "num_drafts must be >= 0, got -1"),
         ({"mtp_shadow": 1}, "mtp_shadow must be true or false, got 1"),
         ({"tls_cert": "a"}, "tls_cert and tls_key must be both or neither"),

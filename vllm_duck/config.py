@@ -35,6 +35,9 @@ class DuckConfig:
     # Stop drafting for a request, or at a batch size, where it is measured to cost more
     # time than its tokens are worth. false drafts always.
     draft_gate: bool = True
+    # "int8" or "int4": local ducks hold the experts in fewer bits. None: as the
+    # checkpoint has them. Ducks behind endpoints are started with --weight-format.
+    local_weight_format: Literal["int8", "int4"] | None = None
     # Seconds a duck may take for one call. A 2048-row prefill chunk of the real
     # model takes seconds on a small CPU; a hang is longer.
     deadline_s: float = 60.0
@@ -75,6 +78,8 @@ class DuckConfig:
             _refuse("local_ducks", ">= 1", self.local_ducks)
         if self.local_threads is not None and self.local_threads < 1:
             _refuse("local_threads", ">= 1", self.local_threads)
+        if self.local_weight_format not in (None, "int8", "int4"):
+            _refuse("local_weight_format", '"int8" or "int4"', self.local_weight_format)
         if not self.deadline_s > 0:
             _refuse("deadline_s", "> 0", self.deadline_s)
         if not self.connect_s >= 0:
@@ -123,6 +128,7 @@ _BOOLEANS = ("mtp_shadow", "overlap", "draft_gate")
 _NUMBERS = ("deadline_s", "connect_s")
 _OPTIONAL = (
     "local_threads",
+    "local_weight_format",
     "tls_ca",
     "tls_cert",
     "tls_key",

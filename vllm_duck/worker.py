@@ -115,6 +115,7 @@ class DuckWorker(CPUWorker):
                 num_ducks=config.local_ducks,
                 num_threads=config.local_threads,
                 serve_flags=[f"--transport={config.transport}"],
+                weight_format=config.local_weight_format,
             )
             endpoints = self.local_ducks.endpoints
         fleet = Fleet.connect(
