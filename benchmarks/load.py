@@ -71,7 +71,7 @@ def _random_expert(layout: LayerLayout, rng: np.random.Generator) -> bytes:
     # 0x7f is the one NaN of e4m3.
     codes = rng.integers(0, 0x7E, layout.expert_bytes, dtype=np.uint8)
     for part in layout.parts:
-        if part.tensor.is_scale:
+        if part.tensor.key.endswith("_scale"):
             codes[part.begin : part.end].view(np.float32)[:] = 0.01
     return codes.tobytes()
 

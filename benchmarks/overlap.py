@@ -315,6 +315,7 @@ class Engine:
         from vllm_duck.executor.duck import Shard
         from vllm_duck.executor.fleet import Fleet
         from vllm_duck.executor.in_process import InProcessDuck
+        from vllm_duck.executor.kernel import MoeKernel
         from vllm_duck.executor.loader import load_shard
         from vllm_duck.executor.shard_moe import ShardMoe
 
@@ -322,7 +323,7 @@ class Engine:
         model = checkpoint.summary
         whole = Shard(0, model.moe_intermediate_size, 0, model.n_routed_experts)
         loaded = load_shard(checkpoint, whole, show_progress=False)
-        kernel = ShardMoe(loaded, num_threads=1, is_pinned=False)
+        kernel = ShardMoe(loaded, MoeKernel(num_threads=1, pin=False))
         self.runner.attach_ducks(Fleet([InProcessDuck(kernel, kernel.info)]))
 
     def decode(self, num_tokens: int, *, batch: int = 1) -> dict[str, float]:

@@ -17,6 +17,7 @@ from vllm_duck.errors import DuckCheckpointError, DuckConfigError, DuckShapeErro
 from vllm_duck.executor.bf16 import bf16_to_f32
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import Shard
+from vllm_duck.executor.kernel import MoeKernel
 from vllm_duck.executor.loader import load_shard, shard_bytes
 from vllm_duck.executor.shard_moe import ShardMoe
 from vllm_duck.executor.shards import ShardPlan
@@ -26,7 +27,7 @@ NAME = expert_name(3, 2, "down")
 
 def _moe(checkpoint, shard):
     loaded = load_shard(checkpoint, shard, show_progress=False)
-    return ShardMoe(loaded, num_threads=1)
+    return ShardMoe(loaded, MoeKernel(num_threads=1))
 
 
 def _plan(num_ducks):

@@ -22,6 +22,7 @@ from vllm_duck.errors import (
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.fleet import Fleet
+from vllm_duck.executor.kernel import MoeKernel
 from vllm_duck.executor.loader import load_shard
 from vllm_duck.executor.local import LocalDucks
 from vllm_duck.executor.shard_moe import ShardMoe
@@ -51,7 +52,7 @@ def test_local_ducks_compute_the_sum_and_end_with_the_block(tmp_path, any_model)
     checkpoint = Checkpoint(any_model.write(tmp_path))
     whole = load_shard(checkpoint, Shard(0, 160, 0, 4), show_progress=False)
     request = make_request()
-    expected = ShardMoe(whole, num_threads=1)(request, "fp32")
+    expected = ShardMoe(whole, MoeKernel(num_threads=1))(request, "fp32")
     with (
         LocalDucks.start(tmp_path, num_ducks=3) as ducks,
         Fleet.connect(

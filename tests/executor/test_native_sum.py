@@ -7,6 +7,7 @@ from tests.executor.mini_model import make_request
 from tests.executor.wire_peers import NATIVE, calling
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.executor.duck import Shard
+from vllm_duck.executor.kernel import MoeKernel
 from vllm_duck.executor.loader import load_shard
 from vllm_duck.executor.security import ServerSecurity
 from vllm_duck.executor.serving import make_server
@@ -20,8 +21,7 @@ def moes(bf16_checkpoint):
     return [
         ShardMoe(
             load_shard(bf16_checkpoint, shard),
-            num_threads=2,
-            is_pinned=False,
+            MoeKernel(num_threads=2, pin=False),
         )
         for shard in SHARDS
     ]

@@ -18,7 +18,7 @@ from vllm_duck.errors import DuckCheckpointError, DuckConfigError
 from vllm_duck.executor.bf16 import bf16_to_f32, f32_to_bf16
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import REQUANTIZED_FORMATS, Shard
-from vllm_duck.executor.kernel import BLOCK, GROUP_SIZES, LayerWeights
+from vllm_duck.executor.kernel import BLOCK, GROUP_SIZES, LayerWeights, MoeKernel
 from vllm_duck.executor.loader import load_shard, shard_bytes
 from vllm_duck.executor.requantize import load_expert, requantize_expert
 from vllm_duck.executor.shard_moe import ShardMoe
@@ -226,7 +226,8 @@ def test_splitting_and_loading_make_the_same_experts(tmp_path, any_model, choice
         for layer_idx in checkpoint.moe_layer_ids:
             request = make_request(layer_idx=layer_idx)
             first, *others = (
-                ShardMoe(loaded, num_threads=1)(request, "fp32") for loaded in ways
+                ShardMoe(loaded, MoeKernel(num_threads=1))(request, "fp32")
+                for loaded in ways
             )
             assert np.abs(first).max() > 0
             for other in others:
@@ -240,7 +241,7 @@ def test_a_requantised_layer_computes_nearly_the_same(tmp_path, choice, toleranc
     exact, got = (
         ShardMoe(
             load_shard(checkpoint, whole, weight_format=how, show_progress=False),
-            num_threads=1,
+            MoeKernel(num_threads=1),
         )(make_request(8), "fp32")
         for how in (None, choice)
     )

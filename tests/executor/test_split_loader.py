@@ -1,6 +1,5 @@
 """A split directory serves the bits of the checkpoint, or names what is damaged."""
 
-import hashlib
 import json
 
 import numpy as np
@@ -9,7 +8,9 @@ import pytest
 from tests.executor.mini_model import make_mini_model, make_request
 from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.checksums import FileDigest
 from vllm_duck.executor.duck import Shard
+from vllm_duck.executor.kernel import MoeKernel
 from vllm_duck.executor.loader import load_shard
 from vllm_duck.executor.shard_moe import ShardMoe
 from vllm_duck.executor.shards import ShardPlan
@@ -62,7 +63,7 @@ def test_a_split_computes_the_bits_of_the_full_checkpoint(tmp_path, any_model):
         for layer_idx in checkpoint.moe_layer_ids:
             request = make_request(layer_idx=layer_idx)
             got, expected = (
-                ShardMoe(each, num_threads=1)(request, "fp32")
+                ShardMoe(each, MoeKernel(num_threads=1))(request, "fp32")
                 for each in (loaded, full)
             )
             np.testing.assert_array_equal(got, expected)
@@ -84,7 +85,7 @@ def test_a_flipped_bit_is_damage_and_the_file_is_named(directory, at_byte):
     content = bytearray(path.read_bytes())
     content[at_byte] ^= 1
     path.write_bytes(content)
-    match = f"{path} is damaged: its SHA-256 must be .* by the manifest, got .* copy"
+    match = f"{path} is damaged: its CRC-32C must be .* by the manifest, got .* copy"
     with pytest.raises(DuckCheckpointError, match=match):
         _load(directory)
 
@@ -94,7 +95,7 @@ def test_damage_that_makes_a_nan_is_damage_of_the_file(directory):
     content = bytearray(path.read_bytes())
     content[5000] = 0x7F
     path.write_bytes(content)
-    with pytest.raises(DuckCheckpointError, match=f"{path} is damaged: its SHA-256"):
+    with pytest.raises(DuckCheckpointError, match=f"{path} is damaged: its CRC-32C"):
         _load(directory)
 
 
@@ -136,15 +137,17 @@ def test_a_file_that_shrinks_after_the_check_is_named(directory):
 def test_a_config_of_another_model_is_damage(directory):
     path = directory / "config.json"
     path.write_text(path.read_text().replace("32", "64", 1))
-    with pytest.raises(DuckCheckpointError, match=f"{path} is damaged: its SHA-256"):
+    with pytest.raises(DuckCheckpointError, match=f"{path} is damaged: its CRC-32C"):
         SplitDirectory(directory)
 
 
 def test_a_file_of_another_layer_is_named(directory):
     content = (directory / "layer-00001.safetensors").read_bytes()
     (directory / LAYER_2).write_bytes(content)
-    digest = hashlib.sha256(content).hexdigest()
-    _edit_manifest(directory, lambda m: _record(m, LAYER_2).update(sha256=digest))
+    digest = FileDigest()
+    digest.update(content)
+    record = digest.record()
+    _edit_manifest(directory, lambda m: _record(m, LAYER_2).update(record))
     match = rf"{LAYER_2} must hold layer 2 of columns \[112, 160\) x .* another file"
     with pytest.raises(DuckCheckpointError, match=match):
         _load(directory)

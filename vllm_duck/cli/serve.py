@@ -16,6 +16,7 @@ from vllm_duck.errors import DuckConfigError, DuckError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.endpoints import UNIX_PREFIX
+from vllm_duck.executor.kernel import MoeKernel
 from vllm_duck.executor.loader import LoadedShard, load_shard
 from vllm_duck.executor.local import FAILED_PREFIX, READY
 from vllm_duck.executor.process import reset_memory_policy, set_thread_cpus
@@ -141,11 +142,8 @@ def _load(args: argparse.Namespace) -> tuple[AnyServer, str, ShardMoe]:
         is_insecure=args.insecure,
     )
     security.check_listen(args.listen)
-    moe = ShardMoe(
-        _load_weights(args),
-        num_threads=args.threads,
-        is_pinned=not args.child,
-    )
+    kernel = MoeKernel(num_threads=args.threads, pin=not args.child)
+    moe = ShardMoe(_load_weights(args, kernel), kernel)
     server, transport = make_server(
         moe,
         listen=args.listen,
@@ -156,9 +154,10 @@ def _load(args: argparse.Namespace) -> tuple[AnyServer, str, ShardMoe]:
     return server, transport, moe
 
 
-def _load_weights(args: argparse.Namespace) -> LoadedShard:
+def _load_weights(args: argparse.Namespace, kernel: MoeKernel) -> LoadedShard:
     how: dict[str, Any] = {
         "weight_format": args.weight_format,
+        "place": kernel.place,
         "show_progress": not args.child,
     }
     if not is_split_directory(args.model):

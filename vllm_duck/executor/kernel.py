@@ -234,6 +234,14 @@ class MoeKernel:
         self._handle = handle
         self.isa = str(_kernel.engine_isa(handle))
         self.num_threads = num_threads
+        nodes = {_numa_node(cpu) for cpu in cpus[:num_threads]}
+        self._is_on_several_nodes = pin and len(nodes) > 1
+
+    def place(self, weights: LayerWeights) -> None:
+        """Put memory where its readers are, before it is loaded: first_touch() where
+        the pinned threads are on several NUMA nodes, else nothing."""
+        if self._is_on_several_nodes:
+            self.first_touch(weights)
 
     def first_touch(self, weights: LayerWeights) -> None:
         """Let each worker write the pages it will read, before they are loaded.
@@ -337,6 +345,12 @@ def _siblings(cpu: int) -> str:
         return path.read_text()
     except OSError:
         return f"cpu {cpu} alone"
+
+
+def _numa_node(cpu: int) -> str:
+    for path in Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node*"):
+        return path.name
+    return "node0"
 
 
 def _check_sizes(

@@ -5,9 +5,10 @@ is never used, whatever it is.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.checkpoint import Checkpoint, TensorPlace
@@ -25,6 +26,14 @@ from vllm_duck.executor.tensor_reader import TensorReader
 
 # Reading waits for the disk and packing for the CPU: a few threads keep both busy.
 _NUM_LOAD_THREADS = 4
+
+
+# Decides where a layer's memory is before weights are written to it.
+Place: TypeAlias = Callable[[LayerWeights], None]
+
+
+def leave_in_place(weights: LayerWeights) -> None:
+    """Memory is where the thread that loads it happens to run."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,13 @@ def load_shard(
     shard: Shard,
     *,
     weight_format: str | None = None,
+    place: Place = leave_in_place,
     show_progress: bool = True,
 ) -> LoadedShard:
     """Read what the shard owns of every MoE layer, and nothing else.
 
     weight_format: "int8" or "int4" to hold the experts in fewer bits.
+    place: MoeKernel.place of the kernel that will use them.
 
     Every tensor is checked before the first is read: a checkpoint that lacks one of a
     hundred thousand says so at once, not after an hour.
@@ -77,6 +88,8 @@ def load_shard(
     check_shard(shard, model)
     experts = list(_expert_tiles(checkpoint, shard, source))
     layers = {layer_idx: allocate_layer(shard, model) for layer_idx in model.layer_ids}
+    for weights in layers.values():
+        place(weights)
     progress = ByteProgress(
         f"Loading {shard}",
         total_bytes=shard_bytes(source, shard),
@@ -97,7 +110,7 @@ def load_shard(
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        num_bytes_read = reader.num_bytes_read
+        num_bytes_read = reader.num_bytes_used
     seconds = time.monotonic() - start_s
     return LoadedShard(shard, model, layers, num_bytes_read, seconds)
 

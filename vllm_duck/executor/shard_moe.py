@@ -23,13 +23,11 @@ class ShardMoe:
     def __init__(
         self,
         loaded: LoadedShard,
-        *,
-        num_threads: int | None = None,
-        is_pinned: bool = True,
+        kernel: MoeKernel,
     ) -> None:
         self._loaded = loaded
         self._model = loaded.model
-        self._kernel = MoeKernel(num_threads=num_threads, pin=is_pinned)
+        self._kernel = kernel
 
     @property
     def info(self) -> DuckInfo:

@@ -13,7 +13,6 @@ Invariant, pinned by a test: a file's name, header and length follow from model,
 and layer alone.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from typing import Any
 
 from vllm_duck.errors import DuckCheckpointError, DuckConfigError
 from vllm_duck.executor.checkpoint import SPLIT_MANIFEST_FILE
+from vllm_duck.executor.checksums import FileDigest
 from vllm_duck.executor.duck import ModelSummary, Shard
 from vllm_duck.executor.expert_tensors import ExpertTensor, expert_tensors
 from vllm_duck.executor.shards import ShardPlan
@@ -103,6 +103,7 @@ class FileRecord:
     name: str
     num_bytes: int
     sha256: str
+    crc32c: str
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,9 @@ def split_directories(parent: str | Path) -> list[Path]:
 
 
 def config_record(content: bytes) -> FileRecord:
-    return FileRecord(CONFIG_FILE, len(content), hashlib.sha256(content).hexdigest())
+    digest = FileDigest()
+    digest.update(content)
+    return FileRecord(CONFIG_FILE, len(content), **digest.record())
 
 
 def _parts(model: ModelSummary, shard: Shard) -> Iterator[ExpertPart]:

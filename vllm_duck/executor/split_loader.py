@@ -5,8 +5,8 @@ checksum and are packed straight from the read buffer. So loading needs, besides
 weights, one expert's slice for each thread.
 """
 
-import hashlib
 import mmap
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from vllm_duck.errors import DuckCheckpointError
+from vllm_duck.executor.checksums import Crc32c
 from vllm_duck.executor.duck import ModelSummary, Shard
 from vllm_duck.executor.expert_tensors import allocate_layer
 from vllm_duck.executor.kernel import LayerWeights
-from vllm_duck.executor.loader import LoadedShard
+from vllm_duck.executor.loader import LoadedShard, Place, leave_in_place
 from vllm_duck.executor.progress import ByteProgress
 from vllm_duck.executor.requantize import load_expert
 from vllm_duck.executor.split_format import (
@@ -51,7 +52,7 @@ class SplitDirectory:
         expected = self._manifest.record_of(CONFIG_FILE)
         self._check_length(CONFIG_FILE, expected.num_bytes)
         _check_digest(
-            config, config_record(config.read_bytes()).sha256, expected.sha256
+            config, config_record(config.read_bytes()).crc32c, expected.crc32c
         )
 
     @property
@@ -63,11 +64,16 @@ class SplitDirectory:
         return self._manifest.shard
 
     def load(
-        self, *, weight_format: str | None = None, show_progress: bool = True
+        self,
+        *,
+        weight_format: str | None = None,
+        place: Place = leave_in_place,
+        show_progress: bool = True,
     ) -> LoadedShard:
         """Read and verify all files.
 
         weight_format: "int8" or "int4" to hold the experts in fewer bits.
+        place: MoeKernel.place of the kernel that will use them.
 
         Raises:
             DuckCheckpointError: names the file that is damaged.
@@ -79,6 +85,8 @@ class SplitDirectory:
         layers = {
             layout.layer_idx: allocate_layer(self.shard, model) for layout in layouts
         }
+        for weights in layers.values():
+            place(weights)
         num_bytes = sum(layout.num_bytes for layout in layouts)
         progress = ByteProgress(
             f"Loading {self.shard}", total_bytes=num_bytes, is_shown=show_progress
@@ -119,8 +127,9 @@ class SplitDirectory:
         buffer = memoryview(mmap.mmap(-1, max(len(layout.header), layout.expert_bytes)))
         expert = buffer[: layout.expert_bytes]
         problem = None
-        digest = hashlib.sha256()
+        digest = Crc32c()
         with FileIO(path) as file:
+            _expect_sequential(file)
             header = buffer[: len(layout.header)]
             _fill(header, file, path)
             digest.update(header)
@@ -137,7 +146,7 @@ class SplitDirectory:
                     problem = _pack(weights, expert_idx, expert, layout)
                 progress.add(len(expert))
         # First: damage on the way explains all other problems.
-        expected = self._manifest.record_of(layout.file_name).sha256
+        expected = self._manifest.record_of(layout.file_name).crc32c
         _check_digest(path, digest.hexdigest(), expected)
         if problem is not None:
             raise DuckCheckpointError(f"{path}: {problem}")
@@ -159,6 +168,15 @@ def _pack(
     return None
 
 
+def _expect_sequential(file: FileIO) -> None:
+    """Have the system read further ahead, while this thread hashes and packs.
+
+    Asking for ranges ourselves (WILLNEED) was slower: 1.1 instead of 1.5 GB/s.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
 def _fill(buffer: memoryview, file: FileIO, path: Path) -> None:
     while buffer:
         num_read = file.readinto(buffer)
@@ -173,6 +191,6 @@ def _fill(buffer: memoryview, file: FileIO, path: Path) -> None:
 def _check_digest(path: Path, got: str, expected: str) -> None:
     if got != expected:
         raise DuckCheckpointError(
-            f"{path} is damaged: its SHA-256 must be {expected} by the manifest, "
+            f"{path} is damaged: its CRC-32C must be {expected} by the manifest, "
             f"got {got}; copy it again"
         )

@@ -1,6 +1,5 @@
-"""Reads rectangles of tensors out of safetensors files, and counts their bytes."""
+"""Reads rectangles of tensors out of safetensors files, and counts the bytes used."""
 
-import mmap
 import os
 import threading
 from pathlib import Path
@@ -19,6 +18,8 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
 }
 
+_CHUNK_BYTES = 4 * 2**20
+
 
 class TensorReader:
     """Keeps each file open once; safe to use from several threads."""
@@ -26,35 +27,30 @@ class TensorReader:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: dict[Path, int] = {}
-        self._maps: dict[Path, mmap.mmap] = {}
-        self.num_bytes_read = 0
+        self.num_bytes_used = 0
 
     def read(self, place: TensorPlace, rows: slice, columns: slice) -> np.ndarray:
         """Read a rectangle of a 2-d tensor into a fresh array.
 
-        Whole rows are one read of the file. A range of columns is copied out of a map
-        of the file: the bytes in between are not copied, though the disk delivers the
-        pages around them.
+        Whole rows are one read of the file. A range of columns is cut out of whole
+        rows, read a few megabytes at a time: their pieces are mostly smaller than a
+        page, so a disk has to deliver all of it anyway.
 
         Raises:
             DuckCheckpointError: the file got shorter since its header was checked.
         """
         dtype = NUMPY_DTYPES[place.dtype]
-        num_columns = place.shape[1]
-        if (columns.start, columns.stop) == (0, num_columns):
+        if (columns.start, columns.stop) == (0, place.shape[1]):
             tile = self._read_rows(place, rows, dtype)
         else:
-            tile = self._copy_columns(place, rows, columns, dtype)
+            tile = self._cut_columns(place, rows, columns, dtype)
         with self._lock:
-            self.num_bytes_read += tile.nbytes
+            self.num_bytes_used += tile.nbytes
         return tile
 
     def close(self) -> None:
-        for mapped in self._maps.values():
-            mapped.close()
         for fd in self._files.values():
             os.close(fd)
-        self._maps.clear()
         self._files.clear()
 
     def __enter__(self) -> "TensorReader":
@@ -81,27 +77,20 @@ class TensorReader:
             offset += num_read
         return tile
 
-    def _copy_columns(
+    def _cut_columns(
         self, place: TensorPlace, rows: slice, columns: slice, dtype: np.dtype
     ) -> np.ndarray:
-        whole = np.frombuffer(
-            self._map_of(place.path),
-            dtype=np.uint8,
-            count=place.end - place.begin,
-            offset=place.begin,
-        )
-        # The view of bytes first: a tensor need not start at a multiple of its dtype.
-        return whole.view(dtype).reshape(place.shape)[rows, columns].copy()
+        num_columns = columns.stop - columns.start
+        tile = np.empty((rows.stop - rows.start, num_columns), dtype)
+        step = max(1, _CHUNK_BYTES // (place.shape[1] * dtype.itemsize))
+        for first in range(rows.start, rows.stop, step):
+            part = slice(first, min(first + step, rows.stop))
+            to = slice(part.start - rows.start, part.stop - rows.start)
+            tile[to] = self._read_rows(place, part, dtype)[:, columns]
+        return tile
 
     def _fd_of(self, path: Path) -> int:
         with self._lock:
             if path not in self._files:
                 self._files[path] = os.open(path, os.O_RDONLY)
             return self._files[path]
-
-    def _map_of(self, path: Path) -> mmap.mmap:
-        fd = self._fd_of(path)
-        with self._lock:
-            if path not in self._maps:
-                self._maps[path] = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-            return self._maps[path]

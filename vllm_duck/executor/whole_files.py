@@ -1,11 +1,11 @@
 """Files that get their name only when they are whole and on the disk."""
 
-import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from vllm_duck.executor.checksums import FileDigest
 from vllm_duck.executor.split_format import FileRecord, LayerLayout
 
 
@@ -16,7 +16,7 @@ class LayerFile:
         self.layout = layout
         self._path = directory / layout.file_name
         self._file = _partial(self._path).open("wb")
-        self._digest = hashlib.sha256()
+        self._digest = FileDigest()
         self._num_bytes = 0
 
     def __enter__(self) -> "LayerFile":
@@ -40,7 +40,7 @@ class LayerFile:
     def finish(self) -> FileRecord:
         assert self._num_bytes == self.layout.num_bytes
         _finish_file(self._file, self._path)
-        return FileRecord(self._path.name, self._num_bytes, self._digest.hexdigest())
+        return FileRecord(self._path.name, self._num_bytes, **self._digest.record())
 
 
 def are_whole(directory: Path, files: Iterable[FileRecord]) -> bool:
