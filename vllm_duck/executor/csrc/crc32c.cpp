@@ -4,7 +4,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace duck {
@@ -106,6 +106,72 @@ __attribute__((target("sse4.2"))) uint32_t with_sse42(uint32_t crc, const uint8_
   return crc;
 }
 
+// x^n modulo the polynomial, as carry-less products of reversed bits want it.
+uint64_t power(int n) {
+  uint32_t value = 1u << 31;
+  while (n-- > 0) value = step(value);
+  return uint64_t(value) << 1;
+}
+
+// Moves 16 bytes on by so many bytes of message: their product with two powers of x.
+struct Fold {
+  explicit Fold(int num_bytes)
+      : low(power(8 * num_bytes + 32)), high(power(8 * num_bytes - 32)) {}
+  uint64_t low, high;
+};
+
+#define DUCK_VPCLMUL __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
+
+DUCK_VPCLMUL __m512i load(const uint8_t* from) {
+  return _mm512_loadu_si512(reinterpret_cast<const __m512i*>(from));
+}
+
+DUCK_VPCLMUL __m512i broadcast(const Fold& fold) {
+  return _mm512_broadcast_i32x4(_mm_set_epi64x(int64_t(fold.high), int64_t(fold.low)));
+}
+
+DUCK_VPCLMUL __m512i folded(__m512i x, __m512i fold, __m512i next) {
+  __m512i low = _mm512_clmulepi64_epi128(x, fold, 0x00);
+  __m512i high = _mm512_clmulepi64_epi128(x, fold, 0x11);
+  return _mm512_ternarylogic_epi64(low, high, next, 0x96);  // exclusive or of all
+}
+
+DUCK_VPCLMUL __m128i folded(__m128i x, const Fold& fold, __m128i next) {
+  __m128i by = _mm_set_epi64x(int64_t(fold.high), int64_t(fold.low));
+  __m128i low = _mm_clmulepi64_si128(x, by, 0x00);
+  __m128i high = _mm_clmulepi64_si128(x, by, 0x11);
+  return _mm_xor_si128(_mm_xor_si128(low, high), next);
+}
+
+// Four vectors run side by side and are joined at the end; from here on.
+constexpr size_t kVectorBytes = 64;
+constexpr size_t kWorthVectors = 8 * kVectorBytes;
+
+DUCK_VPCLMUL uint32_t with_vpclmul(uint32_t crc, const uint8_t* at, size_t num_bytes) {
+  static const Fold four_vectors(4 * kVectorBytes), vector(kVectorBytes), lane(16);
+  __m512i x[4];
+  for (int i = 0; i < 4; ++i) x[i] = load(at + i * kVectorBytes);
+  x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(int(crc))));
+  at += 4 * kVectorBytes;
+  num_bytes -= 4 * kVectorBytes;
+  __m512i by = broadcast(four_vectors);
+  for (; num_bytes >= 4 * kVectorBytes;
+       at += 4 * kVectorBytes, num_bytes -= 4 * kVectorBytes)
+    for (int i = 0; i < 4; ++i) x[i] = folded(x[i], by, load(at + i * kVectorBytes));
+  by = broadcast(vector);
+  __m512i sum = x[0];
+  for (int i = 1; i < 4; ++i) sum = folded(sum, by, x[i]);
+  for (; num_bytes >= kVectorBytes; at += kVectorBytes, num_bytes -= kVectorBytes)
+    sum = folded(sum, by, load(at));
+  __m128i joined = _mm512_extracti32x4_epi32(sum, 0);
+  joined = folded(joined, lane, _mm512_extracti32x4_epi32(sum, 1));
+  joined = folded(joined, lane, _mm512_extracti32x4_epi32(sum, 2));
+  joined = folded(joined, lane, _mm512_extracti32x4_epi32(sum, 3));
+  uint64_t rest = _mm_crc32_u64(0, uint64_t(_mm_cvtsi128_si64(joined)));
+  rest = _mm_crc32_u64(rest, uint64_t(_mm_extract_epi64(joined, 1)));
+  return with_sse42(uint32_t(rest), at, num_bytes);
+}
+
 #endif
 
 }  // namespace
@@ -114,6 +180,10 @@ uint32_t crc32c(const void* data, size_t num_bytes, uint32_t crc) {
   auto* at = static_cast<const uint8_t*>(data);
 #if defined(__x86_64__)
   static const bool has_sse42 = __builtin_cpu_supports("sse4.2");
+  static const bool has_vpclmul = has_sse42 && __builtin_cpu_supports("avx512f") &&
+                                  __builtin_cpu_supports("vpclmulqdq");
+  if (has_vpclmul && num_bytes >= kWorthVectors)
+    return ~with_vpclmul(~crc, at, num_bytes);
   if (has_sse42) return ~with_sse42(~crc, at, num_bytes);
 #endif
   return ~with_tables(~crc, at, num_bytes);

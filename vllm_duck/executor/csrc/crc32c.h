@@ -1,4 +1,5 @@
-// CRC-32C (Castagnoli), the checksum of a message: 14 KB in 0.7 us on SSE4.2.
+// CRC-32C (Castagnoli), the checksum of a message; with AVX-512 and VPCLMULQDQ faster
+// than memory, with SSE4.2 three bytes a cycle and more.
 #pragma once
 
 #include <cstddef>
