@@ -93,6 +93,7 @@ class BuildKernel(build_ext):
             source = Path(folder, "probe.c")
             source.write_text(
                 "#include <nghttp2/nghttp2.h>\n"
+                "#include <sys/epoll.h>\n"
                 "int main(void) { return nghttp2_version(0)->version_num < 0x013400; }"
             )
             try:

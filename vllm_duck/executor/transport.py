@@ -3,7 +3,7 @@
 Both speak gRPC and `duck.proto`, so either may be at each end.
 """
 
-import importlib.util
+import importlib
 from typing import Literal, NamedTuple
 
 from vllm_duck.errors import DuckConfigError
@@ -39,13 +39,21 @@ def choose_transport(wanted: Transport, *, has_tls: bool) -> TransportChoice:
 
 
 def has_native_stream() -> bool:
-    """Whether this build has the extension on nghttp2."""
-    return importlib.util.find_spec("vllm_duck.executor._stream") is not None
+    """Whether this build has the extension on nghttp2, and this machine the library."""
+    return _missing_stream() is None
 
 
 def _obstacle(*, has_tls: bool) -> str | None:
     if has_tls:
         return "TLS is on, which the native stream does not speak"
-    if not has_native_stream():
+    return _missing_stream()
+
+
+def _missing_stream() -> str | None:
+    try:
+        importlib.import_module("vllm_duck.executor._stream")
+    except ModuleNotFoundError:
         return "this build is without it (libnghttp2-dev was not installed)"
+    except ImportError as error:
+        return f"it cannot be loaded ({error})"
     return None
