@@ -21,7 +21,8 @@ else
   flags="-fsanitize=address,undefined -fno-sanitize-recover=all" library=libasan.so
 fi
 
-tests=${SANITIZED_TESTS:-tests/executor/test_kernel.py tests/executor/test_kernel_errors.py}
+tests=${SANITIZED_TESTS:-tests/executor/test_kernel.py tests/executor/test_kernel_errors.py
+  tests/executor/test_requantize.py tests/executor/test_checksums.py}
 
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT

@@ -1,5 +1,6 @@
-// The decode regime: one to four rows of an expert against weights streamed from
-// memory. Every weight is decoded in registers and used for all rows at once.
+// The decode regime: one to eight rows of an expert against weights streamed from
+// memory. Every weight is decoded in registers and used for all rows at once, or for
+// four of them where there are few registers.
 // Include after the target pragma; S is one of the simd_*.h.
 #pragma once
 
@@ -9,7 +10,11 @@
 namespace duck {
 namespace {
 
-constexpr int kMaxFewRows = 4;
+constexpr int kMaxFewRows = 8;
+
+// Each row has two sums for each vector of columns.
+template <class S>
+constexpr int kMaxRowsAtOnce = S::kRegisters >= 32 ? 8 : 4;
 
 // Weights are fetched into the L2 cache well ahead and into the L1 cache shortly before
 // use. Measured on a Xeon: the far one brings a fifth more bandwidth, because a core
@@ -60,37 +65,46 @@ inline typename S::F scale_at(const SegmentScale& scale, int column) {
     return S::broadcast(scale.block);
 }
 
-// acc[r][i] += tile . x[r], for lanes i of the columns from `column` on.
+// acc[r][i] += tile . x[r], for lanes i of the columns from `column` on and for kTiles
+// tiles one after the other: their products do not wait for each other.
 template <class S, Format kFormat, int R, int kVectors, bool kAnyZeroExponent,
-          int kNumK>
+          int kNumK, int kTiles>
 inline void tile_dot(const uint8_t* tile, int column, const float* const x[], int k,
                      typename S::F acc[R][kVectors]) {
-  typename S::F even[R][kVectors], odd[R][kVectors];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kVectors; ++v) even[r][v] = odd[r][v] = S::zero();
   constexpr int kUnitK = unit_k(kFormat);
+  constexpr int kTileBytes = packed_bytes(kFormat, kGroup * kTileK);
+  typename S::F even[kTiles][R][kVectors], odd[kTiles][R][kVectors];
+  for (int t = 0; t < kTiles; ++t)
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < kVectors; ++v) even[t][r][v] = odd[t][r][v] = S::zero();
 #pragma GCC unroll 8
   for (int unit = 0; unit < kNumK / kUnitK; ++unit) {
-    if (column == 0) prefetch_unit<S, kFormat>(tile, unit);
+#pragma GCC unroll 2
+    for (int t = 0; t < kTiles; ++t) {
+      const uint8_t* at = tile + t * kTileBytes;
+      if (column == 0) prefetch_unit<S, kFormat>(at, unit);
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      typename S::F w[kUnitK];
-      decode_unit<S, kFormat, kAnyZeroExponent>(tile, unit, column + v * S::kLanes, w);
+      for (int v = 0; v < kVectors; ++v) {
+        typename S::F w[kUnitK];
+        decode_unit<S, kFormat, kAnyZeroExponent>(at, unit, column + v * S::kLanes, w);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const float* from = x[r] + k + t * kTileK + unit * kUnitK;
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const float* at = x[r] + k + unit * kUnitK;
-#pragma GCC unroll 4
-        for (int i = 0; i < kUnitK; i += 2) {
-          even[r][v] = S::add_exact_product(w[i], S::broadcast(at[i]), even[r][v]);
-          odd[r][v] =
-              S::add_exact_product(w[i + 1], S::broadcast(at[i + 1]), odd[r][v]);
+          for (int i = 0; i < kUnitK; i += 2) {
+            even[t][r][v] =
+                S::add_exact_product(w[i], S::broadcast_from(from + i), even[t][r][v]);
+            odd[t][r][v] = S::add_exact_product(
+                w[i + 1], S::broadcast_from(from + i + 1), odd[t][r][v]);
+          }
         }
       }
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kVectors; ++v)
-      acc[r][v] = S::add(acc[r][v], S::add(even[r][v], odd[r][v]));
+  for (int t = 0; t < kTiles; ++t)
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < kVectors; ++v)
+        acc[r][v] = S::add(acc[r][v], S::add(even[t][r][v], odd[t][r][v]));
 }
 
 // total[r][group] += scale * (segment . x[r]) for one group of 16 columns.
@@ -99,6 +113,7 @@ inline void segment_dot(const uint8_t* segment, int num_k, unsigned mark,
                         const SegmentScale& scale, const float* const x[], int k,
                         float total[R][kGroup]) {
   constexpr int kVectors = R <= 2 && S::kLanes < kGroup ? 2 : 1;
+  constexpr int kTiles = R <= 2 && S::kRegisters >= 32 ? 2 : 1;
   constexpr int kTileBytes = packed_bytes(kFormat, kGroup * kTileK);
   for (int column = 0; column < kGroup; column += kVectors * S::kLanes) {
     typename S::F acc[R][kVectors];
@@ -108,14 +123,20 @@ inline void segment_dot(const uint8_t* segment, int num_k, unsigned mark,
     int num_full = num_k / kTileK;
     for (int t = 0; t < num_full; ++t, tile += kTileBytes) {
       int at = k + t * kTileK;
-      if (mark >> t & 1)
-        tile_dot<S, kFormat, R, kVectors, true, kTileK>(tile, column, x, at, acc);
-      else
-        tile_dot<S, kFormat, R, kVectors, false, kTileK>(tile, column, x, at, acc);
+      unsigned marks = mark >> t;
+      if (kTiles == 2 && t + 1 < num_full && (marks & 3) == 0) {
+        tile_dot<S, kFormat, R, kVectors, false, kTileK, kTiles>(tile, column, x, at,
+                                                                 acc);
+        ++t, tile += kTileBytes;
+      } else if (marks & 1) {
+        tile_dot<S, kFormat, R, kVectors, true, kTileK, 1>(tile, column, x, at, acc);
+      } else {
+        tile_dot<S, kFormat, R, kVectors, false, kTileK, 1>(tile, column, x, at, acc);
+      }
     }
     if (num_k % kTileK != 0)
-      tile_dot<S, kFormat, R, kVectors, true, kTileK / 2>(tile, column, x,
-                                                          k + num_full * kTileK, acc);
+      tile_dot<S, kFormat, R, kVectors, true, kTileK / 2, 1>(
+          tile, column, x, k + num_full * kTileK, acc);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kVectors; ++v) {
         int at = column + v * S::kLanes;
@@ -181,10 +202,13 @@ void down_few(const ExpertRows& rows, int first_row, int group, const float* con
   }
 }
 
-// Calls body(integral constant R, first row) over all rows in chunks of kMaxFewRows.
-template <class Body>
+// Calls body(integral constant R, first row) over all rows in chunks.
+template <class S, class Body>
 inline void for_row_chunks(int num_rows, const Body& body) {
   int first = 0;
+  if constexpr (kMaxRowsAtOnce<S> == 8)
+    for (; num_rows - first >= 8; first += 8)
+      body(std::integral_constant<int, 8>(), first);
   for (; num_rows - first >= 4; first += 4)
     body(std::integral_constant<int, 4>(), first);
   switch (num_rows - first) {
@@ -201,7 +225,7 @@ template <class S, Format kFormat>
 void gate_up_few_all(const ExpertRows& rows, int begin, int end,
                      const HiddenRows& hidden) {
   for (int group = begin; group < end; ++group)
-    for_row_chunks(rows.num_rows, [&](auto count, int first) {
+    for_row_chunks<S>(rows.num_rows, [&](auto count, int first) {
       gate_up_few<S, kFormat, decltype(count)::value>(rows, first, group, hidden);
     });
 }
@@ -213,7 +237,7 @@ void down_few_all(const ExpertRows& rows, int begin, int end, float* y, size_t y
   for (size_t i = 0; i < size_t(rows.num_rows) * stride; ++i)
     act_fp32[i] = bf16_to_float(rows.act[i]);
   for (int group = begin; group < end; ++group, y += kGroup)
-    for_row_chunks(rows.num_rows, [&](auto count, int first) {
+    for_row_chunks<S>(rows.num_rows, [&](auto count, int first) {
       constexpr int R = decltype(count)::value;
       const float* x[R];
       for (int r = 0; r < R; ++r) x[r] = act_fp32 + size_t(first + r) * stride;

@@ -18,6 +18,13 @@ struct Avx2Simd {
 
   static F zero() { return _mm256_setzero_ps(); }
   static F broadcast(float value) { return _mm256_set1_ps(value); }
+  // Opaque: g++ would keep the value for the next vector of columns, and spill sums to
+  // the stack for it.
+  static F broadcast_from(const float* at) {
+    F value;
+    asm volatile("vbroadcastss %1, %0" : "=x"(value) : "m"(*at));
+    return value;
+  }
   static F load(const float* at) { return _mm256_loadu_ps(at); }
   static void store(float* at, F value) { _mm256_storeu_ps(at, value); }
   static F add(F a, F b) { return _mm256_add_ps(a, b); }

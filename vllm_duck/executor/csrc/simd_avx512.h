@@ -18,6 +18,7 @@ struct Avx512Simd {
 
   static F zero() { return _mm512_setzero_ps(); }
   static F broadcast(float value) { return _mm512_set1_ps(value); }
+  static F broadcast_from(const float* at) { return broadcast(*at); }
   static F load(const float* at) { return _mm512_loadu_ps(at); }
   static void store(float* at, F value) { _mm512_storeu_ps(at, value); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }

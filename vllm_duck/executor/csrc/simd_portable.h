@@ -17,6 +17,7 @@ struct PortableSimd {
 
   static F zero() { return F{}; }
   static F broadcast(float value) { return F{value, value, value, value}; }
+  static F broadcast_from(const float* at) { return broadcast(*at); }
   static F load(const float* at) {
     F value;
     std::memcpy(&value, at, sizeof value);
