@@ -55,6 +55,7 @@ void Message::reserve(size_t num_bytes) {
 }
 
 void Message::append(const uint8_t* data, size_t num_bytes) {
+  if (num_bytes == 0) return;  // there may be no memory yet
   std::memcpy(data_ + size_, data, num_bytes);
   size_ += num_bytes;
 }
@@ -72,7 +73,7 @@ Assembler::Result Assembler::feed(const uint8_t** at, const uint8_t* end,
     message_.reserve(std::max<size_t>(1, announced_));
   }
   size_t part = std::min(announced_ - message_.size(), size_t(end - *at));
-  if (part) message_.append(*at, part);
+  message_.append(*at, part);
   *at += part;
   return message_.size() == announced_ ? Result::kMessage : Result::kMore;
 }
