@@ -183,23 +183,24 @@ def _only_the_newest_row(runner: Any) -> None:
     """Run each MTP row as a sequence of its own, in the block that vLLM never uses."""
     import torch
 
-    from vllm_duck.models import mtp
     from vllm_duck.models.batch import AttentionBatch, RequestRows
+    from vllm_duck.models.layer import DoneLayer
 
     block_size = runner.cache_config.block_size
-    run_layers = mtp.run_layers
+    layer = runner.drafter.model.layer
+    start = layer.start
 
-    def run_alone(layers: Any, hidden: Any, rotations: Any, batch: Any) -> Any:
+    def start_alone(hidden: Any, rotations: Any, batch: Any, wanted: Any) -> Any:
         own = AttentionBatch(
             requests=(RequestRows(num_rows=1, first_visible=1),),
             slots=torch.zeros(1, dtype=torch.int64),
             block_table=torch.zeros(1, 1, dtype=torch.int32),
             block_size=block_size,
         )
-        rows = zip(hidden.split(1), rotations.split(1), strict=True)
-        return torch.cat([run_layers(layers, h, r, own) for h, r in rows])
+        rows = zip(hidden[wanted].split(1), rotations[wanted].split(1), strict=True)
+        return DoneLayer(torch.cat([start(h, r, own).result() for h, r in rows]))
 
-    mtp.run_layers = run_alone
+    layer.start = start_alone
 
 
 def _bf16_cache() -> None:

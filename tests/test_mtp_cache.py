@@ -104,15 +104,16 @@ def test_the_cache_equals_one_teacher_forced_on_the_final_text(llm, prompts, sam
 def test_rejected_drafts_never_reach_the_mtp_layer(llm, prompts, monkeypatch):
     """Its rows are prompt[1:] and then each token taken, at consecutive positions."""
     mtp = mtp_of(llm)
-    forward = mtp.forward
-    ids, positions = [], []
+    draft = mtp.draft
+    ids, positions, steps = [], [], []
 
-    def recorded(**inputs):
-        ids.extend(inputs["input_ids"].tolist())
-        positions.extend(inputs["positions"].tolist())
-        return forward(**inputs)
+    def recorded(next_ids, at, *rest):
+        ids.extend(next_ids.tolist())
+        positions.extend(at.tolist())
+        steps.append(len(next_ids))
+        return draft(next_ids, at, *rest)
 
-    monkeypatch.setattr(mtp, "forward", recorded)
+    monkeypatch.setattr(mtp, "draft", recorded)
     assert llm.reset_prefix_cache()
     calls = _calls_of(llm, mtp.layer_idx, monkeypatch)
     (said,) = ask(llm, [prompts[2]], temperature=1.0, max_tokens=50)
@@ -121,7 +122,9 @@ def test_rejected_drafts_never_reach_the_mtp_layer(llm, prompts, monkeypatch):
     assert len(ids) - len(expected) in (0, 1)
     assert ids[: len(expected)] == expected
     assert positions == list(range(len(ids)))
-    assert sum(calls) == len(ids)
+    # A step's last row drafts; the experts of the others are not asked for.
+    assert max(steps) == len(prompts[2])
+    assert calls == [1] * len(steps)
 
 
 def _calls_of(llm, layer_idx, monkeypatch):

@@ -61,13 +61,21 @@ class DecoderLayer(nn.Module):
             self.mlp = Mlp(dims.hidden_size, dims.intermediate_size)
 
     def start(
-        self, hidden: Tensor, rotations: Tensor, batch: AttentionBatch
+        self,
+        hidden: Tensor,
+        rotations: Tensor,
+        batch: AttentionBatch,
+        wanted: Tensor | None = None,
     ) -> PendingLayer:
         """Stage 0: hidden [T, H] through attention, router and shared expert.
 
         Stage 1 is `.result()`: it waits for the ducks and returns the layer's output.
+        wanted: the rows [W] to compute it for; by default all. The keys of all rows
+        are cached in any case.
         """
         residual, normed = self.attention(hidden, rotations, batch)
+        if wanted is not None:
+            residual, normed = residual[wanted], normed[wanted.numpy()]
         if isinstance(self.mlp, RemoteMoe):
             return self.mlp.start(normed, residual)
         return DoneLayer(self.mlp.add_to(residual, normed))

@@ -15,10 +15,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from vllm_duck.config import DuckConfig
 from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.models.batch import current_batch
+from vllm_duck.models.batch import AttentionBatch, current_batch
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import finish_loading
-from vllm_duck.models.layer import DecoderLayer, run_layers
+from vllm_duck.models.layer import DecoderLayer
 from vllm_duck.models.linear import Linear, Norm
 from vllm_duck.models.lm_head import LmHead
 from vllm_duck.models.moe import Ducks, RemoteMoe
@@ -72,14 +72,40 @@ class DeepseekV32Mtp(nn.Module):
         """
         if inputs_embeds is None:
             inputs_embeds = self.embed_input_ids(input_ids)
+        batch = current_batch(self.layer.attention.latent_cache.prefix)
+        hidden = self._run(inputs_embeds, positions, hidden_states, batch)
+        return hidden, hidden
+
+    def draft(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden_states: Tensor,
+        batch: AttentionBatch,
+        wanted: Tensor,
+    ) -> Tensor:
+        """Append all rows to the caches; returns the output [W, H] of the wanted ones.
+
+        The others' output would go nowhere: so their experts are not asked for.
+        """
+        embeds = self.embed_input_ids(input_ids)
+        return self._run(embeds, positions, hidden_states, batch, wanted)
+
+    def _run(
+        self,
+        inputs_embeds: Tensor,
+        positions: Tensor,
+        hidden_states: Tensor,
+        batch: AttentionBatch,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         inputs_embeds = inputs_embeds.masked_fill(positions[:, None] == 0, 0)
         joined = torch.cat(
             [self.embed_norm(inputs_embeds), self.hidden_norm(hidden_states)], -1
         )
         rotations = self.rope.rotations(positions)
-        batch = current_batch(self.layer.attention.latent_cache.prefix)
-        hidden = run_layers([self.layer], self.projection(joined), rotations, batch)
-        return hidden, hidden
+        projected = self.projection(joined)
+        return self.layer.start(projected, rotations, batch, wanted).result()
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         assert self.lm_head is not None

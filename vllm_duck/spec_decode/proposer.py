@@ -1,7 +1,6 @@
-"""Drafts with the MTP layer: vLLM's proposer, its draft tokens sampled as the target's.
+"""Drafts with the MTP layer; draft tokens are sampled as the target's are.
 
-vLLM's `EagleProposer` shifts the tokens, cuts the rejected rows out (the batch is not
-padded) and runs the layer. So the layer's cache holds confirmed tokens only.
+vLLM's `EagleProposer` loads the layer and binds its caches; steps go by `draft`.
 """
 
 from dataclasses import replace
@@ -12,6 +11,7 @@ from torch import Tensor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
+from vllm_duck.spec_decode.confirmed import ConfirmedRows
 from vllm_duck.spec_decode.plain_sampler import PlainSampler, Row
 
 
@@ -22,19 +22,21 @@ class DuckProposer(EagleProposer):
         # What the latest drafts were drawn from: one row of the batch per draft.
         self.rows: list[Row] = []
 
-    def propose(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.rows = []
-        return super().propose(*args, **kwargs)
+    def draft(self, rows: ConfirmedRows, sampling_metadata: SamplingMetadata) -> Tensor:
+        """Append the rows to the layer's caches; returns draft tokens [B, K] int64."""
+        hidden = self.model.draft(
+            rows.next_ids, rows.positions, rows.hidden, rows.batch, rows.last
+        )
+        self.rows = [self._sample(hidden, sampling_metadata)]
+        return torch.stack([row.token_ids for row in self.rows], 1)
 
-    def _sample_draft_tokens(
-        self, hidden_states: Tensor, sampling_metadata: SamplingMetadata
-    ) -> tuple[Tensor, None]:
-        """hidden_states [B, H] -> draft tokens [B] int64.
+    def _sample(self, hidden: Tensor, sampling_metadata: SamplingMetadata) -> Row:
+        """hidden [B, H] -> what is drafted for each request.
 
         A seeded request's draft is drawn with the very noise that its next token will
         be drawn with, so the two agree as often as their distributions allow.
         """
-        logits = self.model.compute_logits(hidden_states)
+        logits = self.model.compute_logits(hidden)
         for processor in sampling_metadata.logitsprocs.all:
             processor.update_state(None)
         metadata = replace(
@@ -45,9 +47,7 @@ class DuckProposer(EagleProposer):
             # Its budget is counted in tokens taken; drafts are none.
             thinking_budget_state_holder=None,
         )
-        row = self.sampler(logits, metadata)
-        self.rows.append(row)
-        return row.token_ids, None
+        return self.sampler(logits, metadata)
 
     def _maybe_share_embeddings(self, target_language_model: Any) -> None:
         self.model.share_embedding(target_language_model.model.embed_tokens)

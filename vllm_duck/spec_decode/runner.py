@@ -24,6 +24,7 @@ from vllm_duck.config import DuckConfig
 from vllm_duck.models.moe import Ducks
 from vllm_duck.models.overlap import OverlapMeter
 from vllm_duck.spec_decode.acceptance import DuckRejectionSampler, VerifyBatch
+from vllm_duck.spec_decode.confirmed import confirmed_rows
 from vllm_duck.spec_decode.drafts import Draft, DraftBook
 from vllm_duck.spec_decode.gate import DraftGate
 from vllm_duck.spec_decode.plain_sampler import PlainSampler, Row
@@ -124,13 +125,52 @@ class DuckModelRunner(CPUModelRunner):
                 self.shadow.compare(req_id, row, i)
         return output
 
-    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Tensor:
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: Tensor,
+        sample_hidden_states: Tensor,
+        aux_hidden_states: None,
+        spec_decode_metadata: SpecDecodeMetadata,
+        common_attn_metadata: Any,
+        slot_mappings: Any,
+    ) -> Tensor:
+        """Draft tokens [B, K]. vLLM's own body pads, copies and branches far more."""
+        next_ids = self.drafter.prepare_next_token_ids_cpu(
+            sampled_token_ids,
+            self.requests,
+            self.input_batch,
+            scheduler_output.num_scheduled_tokens,
+        )
+        num_reqs, common = self.input_batch.num_reqs, common_attn_metadata
+        starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
+        rows = confirmed_rows(
+            token_ids=self.input_ids.gpu[: starts[-1]],
+            positions=self._get_positions(starts[-1]),
+            hidden=hidden_states[: starts[-1]],
+            starts=starts,
+            seq_lens=common.seq_lens[:num_reqs].tolist(),
+            num_rejected=[
+                num_drafts + 1 - len(taken) if num_drafts else 0
+                for num_drafts, taken in zip(
+                    spec_decode_metadata.num_draft_tokens,
+                    sampled_token_ids,
+                    strict=True,
+                )
+            ],
+            next_ids=next_ids,
+            slots=common.slot_mapping[: starts[-1]],
+            block_table=common.block_table_tensor[:num_reqs],
+            block_size=self.cache_config.block_size,
+        )
         if self.shadow is None:
-            token_ids: Tensor = super().propose_draft_token_ids(*args, **kwargs)
+            token_ids = self.drafter.draft(rows, sampling_metadata)
             self._keep_drafts(self.drafter.rows)
             return token_ids
         with torch.random.fork_rng(devices=[]):
-            token_ids = super().propose_draft_token_ids(*args, **kwargs)
+            token_ids = self.drafter.draft(rows, sampling_metadata)
         for i, req_id in self._sampling_reqs():
             self.shadow.remember(req_id, self.drafter.rows[0], i)
         return token_ids
