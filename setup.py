@@ -77,6 +77,11 @@ STREAM = extension(
 class BuildKernel(build_ext):
     """Says in one sentence what is missing when something cannot be compiled."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        # The extensions side by side: the kernel alone takes minutes.
+        self.parallel = self.parallel or os.cpu_count()
+
     def build_extensions(self):
         if not self.has_nghttp2():
             self.extensions.remove(STREAM)
