@@ -30,8 +30,8 @@ git ls-files -co --exclude-standard -- setup.py pyproject.toml README.md vllm_du
   tar -c -T - --ignore-failed-read | tar -x -C "$copy"
 cd "$copy"
 
-# -O1 and -g: reports with lines, in a build of a minute.
-export VLLM_DUCK_CXXFLAGS="$flags -O1 -g -fno-omit-frame-pointer"
+# -O1 and -g1: reports with lines; tracking variables would take most of an hour.
+export VLLM_DUCK_CXXFLAGS="$flags -O1 -g1 -fno-omit-frame-pointer"
 export VLLM_DUCK_LDFLAGS="$flags"
 "$python" setup.py -q build_ext --inplace
 
