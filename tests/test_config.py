@@ -40,9 +40,13 @@ def test_settings_survive_a_round_trip():
         ({"local_ducks": True}, "local_ducks must be an integer, got True"),
         ({"local_ducks": "2"}, "local_ducks must be an integer, got '2'"),
         ({"local_threads": 0}, "local_threads must be >= 1"),
-        ({"deadline_s": -1.0}, r"deadline_s must be > 0, got -1.0; set additional"),
-        ({"deadline_s": float("nan")}, "deadline_s must be > 0, got nan"),
-        ({"connect_s": -1}, "connect_s must be >= 0, got -1"),
+        (
+            {"deadline_s": -1.0},
+            r"deadline_s must be > 0 and <= 86400, got -1.0; set additional",
+        ),
+        ({"deadline_s": float("nan")}, "deadline_s must be > 0 .*, got nan"),
+        ({"deadline_s": float("inf")}, "deadline_s must be .* <= 86400, got inf"),
+        ({"connect_s": -1}, "connect_s must be >= 0 .*, got -1"),
         ({"deadline_s": "1"}, "deadline_s must be a number of seconds"),
         ({"reply_dtype": "fp8"}, "reply_dtype must be"),
         ({"transport": "tcp"}, "transport must be"),
@@ -52,7 +56,8 @@ def test_settings_survive_a_round_trip():
         ({"num_drafts": -1}, "num_drafts must be >= 0, got -1"),
         ({"mtp_shadow": 1}, "mtp_shadow must be true or false, got 1"),
         ({"tls_cert": "a"}, "tls_cert and tls_key must be both or neither"),
-        ([], "a JSON object"),
+        ([], r"must be a JSON object, got \[\]; \{\} takes every default"),
+        (False, "leaving the block out turns duck off"),
     ],
 )
 def test_wrong_settings_are_refused_with_the_knob(settings, message):

@@ -80,6 +80,13 @@ def test_the_metrics_count_drafts(server, complete):
     assert len(calls) == 2
 
 
+def test_the_log_has_the_lines_of_duck(server, complete):
+    complete()
+    text = server.log.read_text()
+    assert "starting 2 local ducks" in text
+    assert "2 ducks are up, called over" in text
+
+
 def test_a_request_s_own_acceptance_comes_with_its_answer(complete):
     metrics = complete().model_dump()["metrics"]["speculative_decoding"]
     assert 0 < metrics["num_accepted_draft_tokens"] <= metrics["num_draft_tokens"]

@@ -21,7 +21,7 @@ def _clean_environment(monkeypatch):
 
 
 def make_args(model, duck=(), **changes):
-    additional = {} if duck is None else {"duck": dict(duck)}
+    additional = {} if duck is None else {"duck": {} if duck == () else duck}
     return EngineArgs(
         model=str(model), max_model_len=512, additional_config=additional, **changes
     )
@@ -107,6 +107,31 @@ def test_what_duck_cannot_do_is_refused_with_the_flag(tiny_model, changes, messa
 
 
 MTP1 = {"method": "duck_mtp1"}
+
+
+@pytest.mark.parametrize(
+    ("duck", "message"),
+    [
+        ({"endpoints": ["nonsense"]}, "host:port or unix:/path, got 'nonsense'"),
+        ({"endpoints": ["http://a:1"]}, "got 'http://a:1'; correct it in duck.endp"),
+        ({"token_file": "/nonexistent"}, "token_file"),
+        ({"tls_ca": "/nonexistent"}, "tls_ca"),
+        (False, "must be a JSON object, got False"),
+    ],
+)
+def test_what_cannot_reach_a_duck_is_refused_before_a_process_starts(
+    tiny_model, duck, message
+):
+    with pytest.raises(DuckConfigError, match=message):
+        make_args(tiny_model, duck=duck).create_engine_config()
+
+
+def test_shadow_and_drafts_contradict_each_other(tiny_model):
+    args = make_args(
+        tiny_model, duck={"mtp_shadow": True}, speculative_config=dict(MTP1)
+    )
+    with pytest.raises(DuckConfigError, match="mtp_shadow decodes plainly"):
+        args.create_engine_config()
 
 
 def test_the_method_turns_duck_on_and_sets_what_it_needs(tiny_model):

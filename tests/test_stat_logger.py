@@ -86,6 +86,15 @@ def test_figures_are_written_at_most_twice_a_second(path):
     assert file.read() == STEPS
 
 
+def test_figures_that_cannot_be_written_do_not_end_the_engine(tmp_path, caplog):
+    file = FiguresFile(tmp_path / "gone" / "figures.json")
+    file.write_if_due(lambda: STEPS)
+    file.write_if_due(lambda: STEPS)
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "no figures" in caplog.text
+    assert file.read() is None
+
+
 def test_without_ducks_it_adds_nothing():
     before = set(REGISTRY._collector_to_names)
     stock = DuckStatLogger(SimpleNamespace(additional_config={}))

@@ -7,4 +7,16 @@ def register() -> None:
     """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes."""
     from vllm_duck.hooks import install_hooks
 
+    _log_as_vllm_does()
     install_hooks()
+
+
+def _log_as_vllm_does() -> None:
+    """Send this package's lines where vLLM sends its own, and as many of them."""
+    import logging
+
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger(__name__)
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False

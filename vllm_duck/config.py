@@ -12,6 +12,7 @@ from vllm_duck.errors import DuckConfigError
 
 ENDPOINTS_VARIABLE = "VLLM_DUCK_ENDPOINTS"
 KNOB = 'additional_config["duck"]'
+_DAY_S = 86400
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,10 @@ class DuckConfig:
             _refuse("local_threads", ">= 1", self.local_threads)
         if self.local_weight_format not in (None, "int8", "int4"):
             _refuse("local_weight_format", '"int8" or "int4"', self.local_weight_format)
-        if not self.deadline_s > 0:
-            _refuse("deadline_s", "> 0", self.deadline_s)
-        if not self.connect_s >= 0:
-            _refuse("connect_s", ">= 0", self.connect_s)
+        if not 0 < self.deadline_s <= _DAY_S:
+            _refuse("deadline_s", f"> 0 and <= {_DAY_S}", self.deadline_s)
+        if not 0 <= self.connect_s <= _DAY_S:
+            _refuse("connect_s", f">= 0 and <= {_DAY_S}", self.connect_s)
         if self.reply_dtype not in ("bf16", "fp32"):
             _refuse("reply_dtype", '"bf16" or "fp32"', self.reply_dtype)
         if self.transport not in ("auto", "native", "grpcio"):
@@ -105,7 +106,10 @@ class DuckConfig:
             DuckConfigError: a key is unknown or of the wrong type.
         """
         if not isinstance(settings, Mapping):
-            _refuse("the whole block", "a JSON object", settings)
+            raise DuckConfigError(
+                f"{KNOB} must be a JSON object, got {settings!r}; {{}} takes every "
+                "default, and leaving the block out turns duck off"
+            )
         known = {field.name: field for field in fields(cls)}
         unknown = sorted(set(settings) - set(known))
         if unknown:

@@ -6,6 +6,8 @@ few hundred bytes of JSON, written at most twice a second.
 
 import atexit
 import json
+import logging
+import math
 import os
 import shutil
 import tempfile
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 _INTERVAL_S = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 def temporary_file() -> str:
@@ -37,13 +41,20 @@ class FiguresFile:
             return
         self._next_s = now_s + _INTERVAL_S
         fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(collect()))
-        os.replace(fresh, self._path)
+        try:
+            fresh.write_text(json.dumps(collect()))
+            os.replace(fresh, self._path)
+        except OSError as error:
+            # A full or cleaned /tmp must not end the engine: serve on without figures.
+            logger.warning(
+                "/metrics has no figures of the ducks from now on: %s", error
+            )
+            self._next_s = math.inf
 
     def read(self) -> dict[str, Any] | None:
-        """The latest figures, or None before the first step."""
+        """The latest figures, or None where there are none."""
         try:
             figures: dict[str, Any] = json.loads(self._path.read_text())
-        except FileNotFoundError:
+        except OSError:
             return None
         return figures

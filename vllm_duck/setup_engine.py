@@ -16,6 +16,8 @@ from vllm_duck import figures
 from vllm_duck.config import ENDPOINTS_VARIABLE, KNOB, DuckConfig
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.endpoints import check_endpoint
+from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.spec_decode import method
 
@@ -68,7 +70,7 @@ def duck_config(args: EngineArgs, environ: Mapping[str, str]) -> DuckConfig | No
     is_on = settings is not None or method.is_duck_method(args.speculative_config)
     if not is_on and not environ.get(ENDPOINTS_VARIABLE):
         return None
-    return DuckConfig.from_settings(settings or {}, environ)
+    return DuckConfig.from_settings({} if settings is None else settings, environ)
 
 
 def apply(
@@ -84,6 +86,14 @@ def apply(
             "duck's attention needs the CPU platform in this version, got "
             f"{current_platform.device_name}; install vllm_duck[cpu]"
         )
+    for endpoint in config.endpoints:
+        check_endpoint(endpoint)
+    ClientSecurity.from_files(
+        tls_ca=config.tls_ca,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+        token_file=config.token_file,
+    )
     for name, allowed, flag in _UNSUPPORTED:
         value = getattr(args, name)
         if value not in allowed:
@@ -162,6 +172,11 @@ def _set_speculation(config: DuckConfig, args: EngineArgs) -> int:
                 f"duck takes its method by --speculative-config alone, got "
                 f"--{name.replace('_', '-')} {getattr(args, name)!r}; drop it"
             )
+    if is_given and config.mtp_shadow:
+        raise DuckConfigError(
+            f"duck.mtp_shadow decodes plainly, got it beside {method.METHOD}, which "
+            f'drafts; drop {KNOB}["mtp_shadow"] or --speculative-config'
+        )
     if not settings and not config.mtp_shadow:
         if config.num_drafts:
             raise DuckConfigError(

@@ -58,6 +58,16 @@ def test_retries_of_a_hopeless_request_are_few():
     assert 0 < sum(step["a"] for step in steps) < 0.15 * len(steps)
 
 
+def test_a_grammar_that_refuses_some_drafts_does_not_keep_it_undecided():
+    gate = DraftGate()
+    for _ in range(100):
+        allowed = gate.allowed(["a", "b"])
+        gate.observe_draft("a", True)
+        # The second request's draft never gets a row.
+        gate.observe_step(2, int(allowed[0]), 10.0 if allowed[0] else 1.0)
+    assert gate.allowed(["a", "b"]) == [False, False]
+
+
 def test_a_finished_request_leaves_nothing():
     gate = DraftGate()
     run(gate, 60, acceptance={"a": 0}, with_s=1.5)

@@ -18,7 +18,7 @@ from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.endpoints import UNIX_PREFIX
 from vllm_duck.executor.kernel import MoeKernel
 from vllm_duck.executor.loader import LoadedShard, load_shard
-from vllm_duck.executor.local import FAILED_PREFIX, READY
+from vllm_duck.executor.local import FAILED_PREFIX, PRIVATE_PREFIX, READY
 from vllm_duck.executor.process import reset_memory_policy, set_thread_cpus
 from vllm_duck.executor.security import ServerSecurity
 from vllm_duck.executor.serving import AnyServer, make_server
@@ -233,9 +233,12 @@ def _stop_with_parent() -> None:
 
 def _remove_private_directory(endpoint: str) -> None:
     """The last duck of a parent that was killed leaves its directory empty."""
-    if endpoint.startswith(UNIX_PREFIX):
+    directory = Path(endpoint.removeprefix(UNIX_PREFIX)).parent
+    # A directory that a user named for the sockets stays.
+    is_private = directory.name.startswith(PRIVATE_PREFIX)
+    if endpoint.startswith(UNIX_PREFIX) and is_private:
         with contextlib.suppress(OSError):
-            Path(endpoint.removeprefix(UNIX_PREFIX)).parent.rmdir()
+            directory.rmdir()
 
 
 def _fraction(text: str) -> tuple[int, int]:

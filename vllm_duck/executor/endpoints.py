@@ -21,9 +21,11 @@ def check_endpoint(endpoint: str) -> str:
             )
         return endpoint
     host, separator, port = endpoint.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
+    is_port = port.isascii() and port.isdigit() and int(port) <= 65535
+    if not separator or not host or "/" in host or not is_port:
         raise DuckConfigError(
-            f"an endpoint must be host:port or unix:/path, got {endpoint!r}"
+            f"an endpoint must be host:port or unix:/path, got {endpoint!r}; correct "
+            "it in duck.endpoints, VLLM_DUCK_ENDPOINTS or --listen"
         )
     return endpoint
 

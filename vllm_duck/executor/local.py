@@ -33,6 +33,8 @@ FAILED_PREFIX = "failed: "
 # Loading can take long: the real model has 20 GB a duck, perhaps from a slow disk.
 DEFAULT_START_S = 3600.0
 _STOP_GRACE_S = 10.0
+# Of the directories that LocalDucks makes for sockets, and removes.
+PRIVATE_PREFIX = "vllm-duck-sockets-"
 # sun_path holds 108 bytes, the last of them zero.
 _MAX_SOCKET_PATH = 107
 
@@ -86,7 +88,7 @@ class LocalDucks:
         with ExitStack() as undo:
             directory = None
             if listen is None:
-                directory = Path(tempfile.mkdtemp(prefix="vllm-duck-"))
+                directory = Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX))
                 undo.callback(shutil.rmtree, directory, ignore_errors=True)
                 listen = _socket_endpoints(directory, len(sources))
             flags = [

@@ -42,8 +42,12 @@ class DraftGate:
         return [self._pays(req_id, num_reqs) for req_id in req_ids]
 
     def observe_step(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
-        """A step of decoding took so long; only unmixed steps teach something."""
-        if num_drafts in (0, num_reqs):
+        """A step of decoding took so long.
+
+        One in which few requests drafted teaches nothing. A grammar may refuse the
+        drafts of some: if most drafted, it counts as a step with drafts.
+        """
+        if num_drafts == 0 or 2 * num_drafts >= num_reqs:
             self._ways.observe(num_reqs, is_first=num_drafts > 0, seconds=seconds)
 
     def observe_draft(self, req_id: str, is_accepted: bool) -> None:

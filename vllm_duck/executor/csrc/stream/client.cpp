@@ -74,6 +74,8 @@ bool Client::is_done(Ticket* ticket) {
 
 void Client::wait(Ticket* ticket) {
   std::unique_lock<std::mutex> lock(mutex_);
+  // What came while the caller did other things is in time, whenever it is looked at.
+  if (!ticket->is_settled() && !is_polling_) poll(&lock, Clock::time_point::min());
   while (!ticket->is_settled()) {
     if (Clock::now() >= ticket->deadline) {
       time_out(ticket);
