@@ -56,12 +56,15 @@ def main() -> None:
 def stream(llm: LLM, request_id: str, question: str) -> tuple[int, float]:
     """Print one answer as it comes; returns its tokens after the first, and seconds."""
     messages = [{"role": "user", "content": question}]
-    prompt = llm.get_tokenizer().apply_chat_template(
+    text = llm.get_tokenizer().apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
+    token_ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
     engine = llm.llm_engine
     engine.add_request(
-        request_id, prompt, SamplingParams(temperature=0.0, max_tokens=300)
+        request_id,
+        {"prompt_token_ids": token_ids},
+        SamplingParams(temperature=0.0, max_tokens=300),
     )
     text, num_tokens, first_s = "", 0, 0.0
     while engine.has_unfinished_requests():

@@ -16,7 +16,13 @@ BUNDLED_MODEL = Path(__file__).parent.parent / "models" / "tiny-v32"
 
 def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else str(BUNDLED_MODEL)
-    llm = LLM(model, max_model_len=2048, additional_config={"duck": {}})
+    llm = LLM(
+        model,
+        max_model_len=2048,
+        # Otherwise vLLM wants 92 % of this machine's memory to be free.
+        kv_cache_memory_bytes=256 << 20,
+        additional_config={"duck": {}},
+    )
     chats = [
         [{"role": "user", "content": "Is 91 prime?"}],
         [{"role": "user", "content": "Count from 4 to 40 in steps of 4."}],

@@ -22,5 +22,12 @@ for index in 0 1 2; do
 done
 
 export VLLM_DUCK_ENDPOINTS=unix:$dir/duck0,unix:$dir/duck1,unix:$dir/duck2
-"$bin/vllm-duck" status "unix:$dir/duck0" "unix:$dir/duck1" "unix:$dir/duck2"
+# A duck opens its socket when it has loaded its shard.
+for index in 0 1 2; do
+    for _ in $(seq 300); do
+        [ -S "$dir/duck$index" ] && break
+        sleep 0.2
+    done
+done
+"$bin/vllm-duck" status
 "$bin/python" examples/offline.py "$model"

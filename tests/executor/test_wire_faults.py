@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent import futures
 
 import grpc
@@ -54,6 +55,26 @@ def test_a_reply_that_never_comes_is_a_timeout_and_later_calls_go_on(meddler, cl
         # The late reply may come first; it belongs to nobody.
         for seed in range(2, 5):
             _check(fan_out, make_request(seed=seed))
+
+
+@pytest.mark.parametrize("client", BOTH_CLIENTS)
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_reply_in_time_counts_however_late_it_is_looked_at(
+    meddler, client, is_connected
+):
+    """The host may be busy for longer than the deadline."""
+    with calling(client, [meddler.endpoint], deadline_s=0.5) as fan_out:
+        if is_connected:
+            _check(fan_out, make_request())
+            request = make_request(seed=1)
+            pending = fan_out.start(request)
+            time.sleep(0.8)
+            expected = bf16_to_f32(request.hidden)
+            np.testing.assert_array_equal(pending.result(), expected)
+        else:
+            pending = fan_out.start(make_request())
+            time.sleep(0.2)
+            pending.result()
 
 
 @pytest.mark.parametrize("client", [NATIVE])
