@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
         yield from _whole_engines("wide", wide, num_tokens)
         yield from _whole_engines("bundled", model_dir, 4 * num_tokens)
         yield from _beside_stock(model_dir, Path(directory) / "v3", 4 * num_tokens)
+        yield from _gate(Path(directory), num_tokens)
         deep = write_random_model(DEEP, Path(directory) / "deep")
         yield from _depth(deep, num_tokens)
 
@@ -243,6 +245,51 @@ def measure_pairs(model_dir: Path, num_tokens: int) -> dict[str, float]:
     engine.set_lanes(True)
     lanes = engine.decode(num_tokens)
     return {**lanes, "serial": serial, "lanes": lanes["tok_s"]}
+
+
+def _gate(directory: Path, num_tokens: int) -> Iterator[Result]:
+    """Where drafting cannot pay: drafts that fail, and a batch that fills the time."""
+    for name, acceptance, batch in (
+        ("acceptance 0.1", 0.1, 1),
+        ("acceptance 0.85, batch 16", 0.85, 16),
+    ):
+        sizes = replace(WIDE, num_hidden_layers=4, acceptance=acceptance)
+        model_dir = write_random_model(sizes, directory / f"gate{batch}")
+
+        def measured(
+            speculation: dict[str, str] | None,
+            gate: bool,
+            model_dir: Path = model_dir,
+            batch: int = batch,
+        ) -> float:
+            return in_fresh_process(
+                measure_gate, model_dir, speculation, gate, num_tokens, batch
+            )
+
+        plain = measured(None, False)
+        for shown, gate in (("always", False), ("with the gate", True)):
+            yield Result(
+                f"{name}, duck_mtp1 {shown}",
+                "decode",
+                measured(MTP1, gate),
+                "tok/s",
+                "plain",
+                plain,
+            )
+
+
+def measure_gate(
+    model_dir: Path,
+    speculation: dict[str, str] | None,
+    gate: bool,
+    num_tokens: int,
+    batch: int,
+) -> float:
+    duck = {**_one_local_duck(), "draft_gate": gate}
+    engine = Engine(model_dir, duck, speculation)
+    # The gate decides within the first steps.
+    engine.decode(40 * batch, batch=batch)
+    return engine.decode(4 * num_tokens * batch, batch=batch)["tok_s"]
 
 
 def _depth(model_dir: Path, num_tokens: int) -> Iterator[Result]:

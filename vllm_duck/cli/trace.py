@@ -99,7 +99,10 @@ def _record(args: argparse.Namespace) -> "tuple[list[StepRecord], int]":
     from vllm_duck.models.lanes import LanePolicy
 
     endpoints = options.split_endpoints(args.endpoints)
-    duck: dict[str, Any] = {"endpoints": endpoints} if endpoints else {}
+    # Every step drafts, whether or not that pays: pairs are what is to be seen.
+    duck: dict[str, Any] = {"draft_gate": False}
+    if endpoints:
+        duck["endpoints"] = endpoints
     llm = LLM(
         args.model,
         speculative_config={"method": "duck_mtp1"},
