@@ -253,7 +253,7 @@ def _gate(directory: Path, num_tokens: int) -> Iterator[Result]:
         ("acceptance 0.1", 0.1, 1),
         ("acceptance 0.85, batch 16", 0.85, 16),
     ):
-        sizes = replace(WIDE, num_hidden_layers=4, acceptance=acceptance)
+        sizes = replace(WIDE, acceptance=acceptance)
         model_dir = write_random_model(sizes, directory / f"gate{batch}")
 
         def measured(

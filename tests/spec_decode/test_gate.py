@@ -58,6 +58,19 @@ def test_retries_of_a_hopeless_request_are_few():
     assert 0 < sum(step["a"] for step in steps) < 0.15 * len(steps)
 
 
+def test_a_new_request_expects_what_the_others_had():
+    gate = DraftGate()
+    for number in range(10):
+        name = f"bad{number}"
+        run(gate, 150, acceptance={name: 0}, with_s=1.5)
+        gate.forget(name)
+    steps = run(gate, 20, acceptance={"next": 0}, with_s=1.5)
+    assert not any(step["next"] for step in steps)
+    # Until its own retries say otherwise.
+    steps = run(gate, 4 * RETRY_AFTER_TOKENS, acceptance={"next": 1}, with_s=1.5)
+    assert all(step["next"] for step in steps[-20:])
+
+
 def test_a_grammar_that_refuses_some_drafts_does_not_keep_it_undecided():
     gate = DraftGate()
     for _ in range(100):

@@ -13,6 +13,8 @@ from vllm_duck.models.two_ways import TwoWays
 
 # How fast a request's acceptance follows its latest drafts.
 _WEIGHT = 1 / 16
+# The same of all requests together.
+_TYPICAL_WEIGHT = 1 / 32
 # A request that stopped drafting tries again after so many tokens, for so many drafts.
 RETRY_AFTER_TOKENS = 128
 NUM_RETRIES = 8
@@ -20,8 +22,7 @@ NUM_RETRIES = 8
 
 @dataclass
 class _Request:
-    # At first every draft is hoped for.
-    acceptance: float = 1.0
+    acceptance: float
     num_tokens_without: int = 0
     num_retries_left: int = 0
 
@@ -32,6 +33,8 @@ class DraftGate:
     def __init__(self) -> None:
         self._ways = TwoWays()
         self._requests: dict[str, _Request] = {}
+        # What a new request may expect: of the latest drafts of all. The first hopes.
+        self._typical = 1.0
 
     def allowed(self, req_ids: Sequence[str]) -> list[bool]:
         """For the requests of the next step, whether each drafts; asked once a step."""
@@ -51,14 +54,15 @@ class DraftGate:
             self._ways.observe(num_reqs, is_first=num_drafts > 0, seconds=seconds)
 
     def observe_draft(self, req_id: str, is_accepted: bool) -> None:
-        request = self._requests.setdefault(req_id, _Request())
+        request = self._request(req_id)
         request.acceptance += _WEIGHT * (is_accepted - request.acceptance)
+        self._typical += _TYPICAL_WEIGHT * (is_accepted - self._typical)
 
     def forget(self, req_id: str) -> None:
         self._requests.pop(req_id, None)
 
     def _pays(self, req_id: str, num_reqs: int) -> bool:
-        request = self._requests.setdefault(req_id, _Request())
+        request = self._request(req_id)
         if self._ways.is_first_better(num_reqs, worth=1 + request.acceptance):
             request.num_tokens_without = 0
             return True
@@ -70,3 +74,6 @@ class DraftGate:
             request.num_retries_left -= 1
             return True
         return False
+
+    def _request(self, req_id: str) -> _Request:
+        return self._requests.setdefault(req_id, _Request(self._typical))
