@@ -203,6 +203,8 @@ def test_a_duck_that_is_killed_in_mid_call_is_unavailable_at_once(client, server
         with calling(client, [endpoint], deadline_s=60) as fan_out:
             _check(fan_out, make_request())
             os.kill(process.pid, signal.SIGSTOP)
+            # It may run on for a moment, and a moment is enough to answer.
+            os.waitpid(process.pid, os.WUNTRACED)
             pending = fan_out.start(make_request())
             os.kill(process.pid, signal.SIGKILL)
             process.wait()

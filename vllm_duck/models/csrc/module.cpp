@@ -1,15 +1,12 @@
 // vllm_duck.models._host: the C++ side of host.py, which is its only user and checks
 // shapes and types. Pointers come as integers (tensor.data_ptr()) or as buffers.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include <new>
-
+#include "binding.h"
 #include "host.h"
 #include "weights.h"
 
 namespace {
 
+using namespace duck::binding;
 using namespace duck::host;
 
 template <class T>
@@ -42,11 +39,6 @@ template <>
 struct CapsuleName<Attention> {
   static constexpr const char* value = "vllm_duck.Attention";
 };
-
-template <class T>
-void destroy(PyObject* capsule) {
-  delete static_cast<T*>(PyCapsule_GetPointer(capsule, CapsuleName<T>::value));
-}
 
 // The arguments of a call, read one after the other; the first mistake sticks.
 class Arguments {
@@ -133,8 +125,7 @@ PyObject* new_object(Arguments& args, const Make& make) {
   try {
     return PyCapsule_New(make(), CapsuleName<T>::value, destroy<T>);
   } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
+    return raise(error);
   }
 }
 
@@ -142,15 +133,12 @@ template <class Call>
 PyObject* run(Arguments& args, Host* host,
               void (*Calls::*entry)(const Threads&, const Call&), const Call& call) {
   if (!args.done()) return nullptr;
-  bool no_memory = false;
-  PyThreadState* state = PyEval_SaveThread();
   try {
+    WithoutGil released;
     host->run(entry, call);
-  } catch (const std::bad_alloc&) {
-    no_memory = true;
+  } catch (const std::exception& error) {
+    return raise(error);
   }
-  PyEval_RestoreThread(state);
-  if (no_memory) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
 
@@ -162,11 +150,13 @@ PyObject* host_new(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
   if (!args.done()) return nullptr;
   const Calls* calls = find_calls(isa);
   if (!calls) Py_RETURN_NONE;
-  return new_object<Host>(args, [&] { return new Host(calls, num_threads, work_per_thread); });
+  return new_object<Host>(
+      args, [&] { return new Host(calls, num_threads, work_per_thread); });
 }
 
 PyObject* host_isa(PyObject*, PyObject* capsule) {
-  auto* host = static_cast<Host*>(PyCapsule_GetPointer(capsule, CapsuleName<Host>::value));
+  auto* host =
+      static_cast<Host*>(PyCapsule_GetPointer(capsule, CapsuleName<Host>::value));
   return host ? PyUnicode_FromString(host->isa()) : nullptr;
 }
 
@@ -199,8 +189,9 @@ PyObject* norm_new(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
   auto* weight = args.pointer<float>();
   int size = args.integer();
   float eps = args.real();
-  return new_object<Norm>(
-      args, [&] { return new Norm{std::vector<float>(weight, weight + size), eps}; });
+  return new_object<Norm>(args, [&] {
+    return new Norm{std::vector<float>(weight, weight + size), eps};
+  });
 }
 
 PyObject* linear_new(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
@@ -223,9 +214,9 @@ PyObject* mlp_new(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
   return new_object<Mlp>(args, [&] {
     PackedMatrix packed_down(hidden, columns);
     packed_down.pack({down, size_t(columns), 1});
-    return new Mlp{
-        pack_gate_up({gate, size_t(hidden), 1}, {up, size_t(hidden), 1}, columns, hidden),
-        std::move(packed_down), columns};
+    return new Mlp{pack_gate_up({gate, size_t(hidden), 1}, {up, size_t(hidden), 1},
+                                columns, hidden),
+                   std::move(packed_down), columns};
   });
 }
 
@@ -382,41 +373,26 @@ PyObject* latent(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
   return run(args, host, &Calls::latent, call);
 }
 
-template <class Function>
-PyCFunction fast(Function* function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
-PyMethodDef kMethods[] = {
-    {"supported_isas", supported_isas, METH_NOARGS, nullptr},
-    {"host_new", fast(host_new), METH_FASTCALL, nullptr},
-    {"host_isa", host_isa, METH_O, nullptr},
-    {"step_new", fast(step_new), METH_FASTCALL, nullptr},
-    {"norm_new", fast(norm_new), METH_FASTCALL, nullptr},
-    {"linear_new", fast(linear_new), METH_FASTCALL, nullptr},
-    {"mlp_new", fast(mlp_new), METH_FASTCALL, nullptr},
-    {"router_new", fast(router_new), METH_FASTCALL, nullptr},
-    {"attention_new", fast(attention_new), METH_FASTCALL, nullptr},
-    {"norm", fast(norm), METH_FASTCALL, nullptr},
-    {"linear", fast(linear), METH_FASTCALL, nullptr},
-    {"mlp", fast(mlp), METH_FASTCALL, nullptr},
-    {"route", fast(route), METH_FASTCALL, nullptr},
-    {"add", fast(add), METH_FASTCALL, nullptr},
-    {"attend", fast(attend), METH_FASTCALL, nullptr},
-    {"latent", fast(latent), METH_FASTCALL, nullptr},
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyModuleDef kModule = {PyModuleDef_HEAD_INIT,
-                       "_host",
-                       "See vllm_duck.models.host.",
-                       -1,
-                       kMethods,
-                       nullptr,
-                       nullptr,
-                       nullptr,
-                       nullptr};
-
 }  // namespace
 
-PyMODINIT_FUNC PyInit__host() { return PyModule_Create(&kModule); }
+PyMODINIT_FUNC PyInit__host() {
+  return make_module("_host", "See vllm_duck.models.host.",
+                     {
+                         no_args("supported_isas", supported_isas),
+                         fast("host_new", host_new),
+                         single("host_isa", host_isa),
+                         fast("step_new", step_new),
+                         fast("norm_new", norm_new),
+                         fast("linear_new", linear_new),
+                         fast("mlp_new", mlp_new),
+                         fast("router_new", router_new),
+                         fast("attention_new", attention_new),
+                         fast("norm", norm),
+                         fast("linear", linear),
+                         fast("mlp", mlp),
+                         fast("route", route),
+                         fast("add", add),
+                         fast("attend", attend),
+                         fast("latent", latent),
+                     });
+}

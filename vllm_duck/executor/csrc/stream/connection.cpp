@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,12 +17,10 @@ constexpr int32_t kWindowBytes = 16 << 20;
 constexpr uint32_t kFrameBytes = 1 << 20;
 // More headers than that are no call of ours.
 constexpr size_t kMaxHeaderBytes = 16 << 10;
-// Frames that wait for the socket; only their heads take memory.
-constexpr size_t kMaxSegmentBytes = 4 << 20;
+constexpr size_t kFrameHeadBytes = 9;
 constexpr size_t kReceiveBytes = 256 << 10;
 // Then the owner looks after its other connections.
 constexpr int kReceivesInARow = 16;
-constexpr int kMaxIovecs = 64;
 
 uint8_t* receive_buffer() {
   static thread_local std::unique_ptr<uint8_t[]> buffer(new uint8_t[kReceiveBytes]);
@@ -43,40 +40,7 @@ std::vector<nghttp2_nv> to_nghttp2(const Headers& headers) {
   return out;
 }
 
-// gRPC's percent-encoding of grpc-message.
-std::string percent_encoded(const std::string& text) {
-  static const char* kDigits = "0123456789ABCDEF";
-  std::string out;
-  for (unsigned char c : text) {
-    if (c >= 0x20 && c <= 0x7e && c != '%') {
-      out += char(c);
-    } else {
-      out += '%';
-      out += kDigits[c >> 4];
-      out += kDigits[c & 15];
-    }
-  }
-  return out;
-}
-
-Headers response_headers() {
-  return {{":status", "200"}, {"content-type", "application/grpc"}};
-}
-
-Headers status_headers(const Status& status) {
-  Headers headers = {{"grpc-status", std::to_string(status.code)}};
-  if (!status.text.empty())
-    headers.emplace_back("grpc-message", percent_encoded(status.text));
-  return headers;
-}
-
 }  // namespace
-
-const std::string* find_header(const Headers& headers, const char* name) {
-  for (const auto& [key, value] : headers)
-    if (key == name) return &value;
-  return nullptr;
-}
 
 Connection::Connection(int socket, bool is_server, uint32_t max_streams, Owner* owner)
     : socket_(socket), owner_(owner) {
@@ -149,74 +113,25 @@ bool Connection::receive() {
 bool Connection::flush() {
   for (;;) {
     if (!pull_frames()) return false;
-    if (segments_.empty()) break;
-    if (!write_segments()) return false;
-    if (!segments_.empty()) return true;
+    if (queue_.is_empty()) break;
+    if (int error = queue_.write_to(socket_)) return fail(strerror(error));
+    if (!queue_.is_empty()) return true;
   }
   if (nghttp2_session_want_read(session_) || nghttp2_session_want_write(session_))
     return true;
   return fail("the connection is finished");
 }
 
-// Moves frames from nghttp2 to segments_, as long as there is room.
+// Moves frames from nghttp2 to the queue, as long as there is room.
 bool Connection::pull_frames() {
-  while (segment_bytes_ < kMaxSegmentBytes) {
+  while (!queue_.is_full()) {
     const uint8_t* data;
     ssize_t size = nghttp2_session_mem_send(session_, &data);
     if (size < 0) return fail(nghttp2_strerror(int(size)));
     if (size == 0) return true;
-    Segment segment;
-    segment.control.assign(reinterpret_cast<const char*>(data), size_t(size));
-    segment_bytes_ += segment.size();
-    segments_.push_back(std::move(segment));
+    queue_.push(data, size_t(size));
   }
   return true;
-}
-
-// Returns false when the connection is gone; what the socket does not take stays.
-bool Connection::write_segments() {
-  while (!segments_.empty()) {
-    iovec parts[kMaxIovecs];
-    int num_parts = 0;
-    size_t skip = first_written_, total = 0;
-    auto add = [&](const void* data, size_t size) {
-      size_t skipped = std::min(skip, size);
-      skip -= skipped;
-      if (size == skipped) return;
-      parts[num_parts++] = {const_cast<char*>(static_cast<const char*>(data)) + skipped,
-                            size - skipped};
-      total += size - skipped;
-    };
-    for (const Segment& segment : segments_) {
-      if (num_parts + 2 > kMaxIovecs) break;
-      add(segment.control.data(), segment.control.size());
-      if (segment.payload)
-        add(segment.payload->data() + segment.begin, segment.end - segment.begin);
-    }
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = size_t(num_parts);
-    ssize_t written = ::sendmsg(socket_, &message, MSG_NOSIGNAL);
-    if (written < 0) {
-      if (errno == EINTR) continue;
-      if (errno == EAGAIN || errno == EWOULDBLOCK) return true;
-      return fail(strerror(errno));
-    }
-    drop_written(size_t(written));
-    if (size_t(written) < total) return true;
-  }
-  return true;
-}
-
-void Connection::drop_written(size_t num_bytes) {
-  first_written_ += num_bytes;
-  while (!segments_.empty() && first_written_ >= segments_.front().size()) {
-    const Segment& front = segments_.front();
-    first_written_ -= front.size();
-    segment_bytes_ -= front.size();
-    unsent_bytes_ -= front.end - front.begin;
-    segments_.pop_front();
-  }
 }
 
 int32_t Connection::open_stream(const Headers& headers) {
@@ -263,7 +178,7 @@ void Connection::resume(Stream* stream) {
 }
 
 void Connection::send(Stream* stream, PayloadRef payload) {
-  unsent_bytes_ += payload->size();
+  num_payload_bytes_ += payload->size();
   stream->outbox.push_back(std::move(payload));
   resume(stream);
 }
@@ -396,7 +311,7 @@ int Connection::on_stream_close(nghttp2_session*, int32_t id, uint32_t h2_error,
   self->streams_.erase(found);
   size_t left = 0;
   for (const auto& payload : stream->outbox) left += payload->size();
-  self->unsent_bytes_ -= left - stream->num_sent;
+  self->num_payload_bytes_ -= left - stream->num_sent;
   self->owner_->on_close(stream.get(), h2_error);
   return 0;
 }
@@ -430,21 +345,17 @@ ssize_t Connection::read_outbox(nghttp2_session* session, int32_t id, uint8_t*,
 int Connection::send_data(nghttp2_session*, nghttp2_frame* frame, const uint8_t* head,
                           size_t length, nghttp2_data_source*, void* user) {
   auto* self = static_cast<Connection*>(user);
-  if (self->segment_bytes_ >= kMaxSegmentBytes) return NGHTTP2_ERR_WOULDBLOCK;
+  if (self->queue_.is_full()) return NGHTTP2_ERR_WOULDBLOCK;
   Stream* stream = self->find(frame->hd.stream_id);
   if (!stream || stream->outbox.empty()) return NGHTTP2_ERR_TEMPORAL_CALLBACK_FAILURE;
-  Segment segment;
-  segment.control.assign(reinterpret_cast<const char*>(head), 9);
-  segment.payload = stream->outbox.front();
-  segment.begin = stream->num_sent;
-  segment.end = stream->num_sent + length;
-  stream->num_sent += length;
-  if (stream->num_sent == segment.payload->size()) {
+  PayloadRef payload = stream->outbox.front();
+  size_t begin = stream->num_sent, end = begin + length;
+  stream->num_sent = end;
+  if (end == payload->size()) {
     stream->outbox.pop_front();
     stream->num_sent = 0;
   }
-  self->segment_bytes_ += segment.size();
-  self->segments_.push_back(std::move(segment));
+  self->queue_.push(head, kFrameHeadBytes, std::move(payload), begin, end);
   return 0;
 }
 

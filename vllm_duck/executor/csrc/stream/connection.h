@@ -15,33 +15,10 @@
 #include <vector>
 
 #include "payload.h"
+#include "send_queue.h"
+#include "status.h"
 
 namespace duck::stream {
-
-using Headers = std::vector<std::pair<std::string, std::string>>;
-
-// The value of a header, or null.
-const std::string* find_header(const Headers& headers, const char* name);
-
-// What gRPC calls the end of a call.
-struct Status {
-  int code = 0;
-  std::string text;
-};
-
-// Of the gRPC status codes, those that are used here.
-enum StatusCode {
-  kStatusOk = 0,
-  kStatusCancelled = 1,
-  kStatusUnknown = 2,
-  kStatusInvalidArgument = 3,
-  kStatusResourceExhausted = 8,
-  kStatusUnimplemented = 12,
-  kStatusInternal = 13,
-  kStatusUnavailable = 14,
-  kStatusDataLoss = 15,
-  kStatusUnauthenticated = 16,
-};
 
 struct Stream {
   int32_t id = 0;
@@ -93,10 +70,13 @@ class Connection {
   bool receive();
   bool flush();
   // Something could not be written yet.
-  bool is_clogged() const { return !segments_.empty(); }
+  bool is_clogged() const { return !queue_.is_empty(); }
   // Why receive() or flush() returned false.
   const std::string& end_reason() const { return end_reason_; }
-  size_t unsent_bytes() const { return unsent_bytes_; }
+  // Of payloads, until the socket has taken them.
+  size_t unsent_bytes() const {
+    return num_payload_bytes_ - queue_.num_payload_bytes_written();
+  }
   uint64_t num_received() const { return num_received_; }
 
   // Client: opens a stream that sends messages until it is closed. 0 if it cannot.
@@ -114,13 +94,6 @@ class Connection {
   Stream* find(int32_t id);
 
  private:
-  struct Segment {
-    std::string control;  // whole frames, or the head of a DATA frame
-    PayloadRef payload;   // and what follows it
-    size_t begin = 0, end = 0;
-    size_t size() const { return control.size() + (end - begin); }
-  };
-
   static int on_begin_headers(nghttp2_session*, const nghttp2_frame*, void*);
   static int on_header(nghttp2_session*, const nghttp2_frame*, const uint8_t*, size_t,
                        const uint8_t*, size_t, uint8_t, void*);
@@ -139,17 +112,13 @@ class Connection {
   void resume(Stream* stream);
   bool fail(std::string reason);
   bool pull_frames();
-  bool write_segments();
-  void drop_written(size_t num_bytes);
 
   int socket_;
   Owner* owner_;
   nghttp2_session* session_ = nullptr;
   std::unordered_map<int32_t, std::unique_ptr<Stream>> streams_;
-  std::deque<Segment> segments_;
-  size_t first_written_ = 0;  // bytes of segments_.front() that are out
-  size_t segment_bytes_ = 0;  // in segments_
-  size_t unsent_bytes_ = 0;   // of payloads, until the socket took them
+  SendQueue queue_;
+  size_t num_payload_bytes_ = 0;  // that were given to send(), and not dropped since
   uint64_t num_received_ = 0;
   std::string end_reason_;
 };

@@ -28,89 +28,6 @@ uint32_t microseconds_between(Clock::time_point from, Clock::time_point to) {
       std::chrono::duration_cast<std::chrono::microseconds>(to - from).count());
 }
 
-int number(const std::string* text, int otherwise) {
-  if (!text || text->empty() || text->size() > 4) return otherwise;
-  int value = 0;
-  for (char c : *text) {
-    if (c < '0' || c > '9') return otherwise;
-    value = 10 * value + (c - '0');
-  }
-  return value;
-}
-
-std::string percent_decoded(const std::string& text) {
-  auto digit = [](char c) {
-    if (c >= '0' && c <= '9') return c - '0';
-    c = char(c | 32);
-    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
-  };
-  std::string out;
-  for (size_t i = 0; i < text.size(); ++i) {
-    int high = -1, low = -1;
-    if (text[i] == '%' && i + 2 < text.size()) {
-      high = digit(text[i + 1]);
-      low = digit(text[i + 2]);
-    }
-    if (high < 0 || low < 0) {
-      out += text[i];
-      continue;
-    }
-    out += char(high * 16 + low);
-    i += 2;
-  }
-  return out;
-}
-
-// gRPC's table for answers that are not gRPC's.
-int status_of_http(int http_status) {
-  switch (http_status) {
-    case 400:
-      return kStatusInternal;
-    case 401:
-      return kStatusUnauthenticated;
-    case 403:
-      return 7;  // PERMISSION_DENIED
-    case 404:
-      return kStatusUnimplemented;
-    case 429:
-    case 502:
-    case 503:
-    case 504:
-      return kStatusUnavailable;
-    default:
-      return kStatusUnknown;
-  }
-}
-
-// gRPC's table for streams that are reset.
-int status_of_reset(uint32_t h2_error) {
-  switch (h2_error) {
-    case NGHTTP2_REFUSED_STREAM:
-      return kStatusUnavailable;
-    case NGHTTP2_CANCEL:
-      return kStatusCancelled;
-    case NGHTTP2_ENHANCE_YOUR_CALM:
-      return kStatusResourceExhausted;
-    default:
-      return kStatusInternal;
-  }
-}
-
-Failure status_of(const Stream& stream, uint32_t h2_error) {
-  const std::string* http = find_header(stream.headers, ":status");
-  if (http && *http != "200")
-    return {Failure::kStatus, status_of_http(number(http, 0)), "HTTP status " + *http};
-  const Headers& last =
-      find_header(stream.trailers, "grpc-status") ? stream.trailers : stream.headers;
-  const std::string* code = find_header(last, "grpc-status");
-  if (!code)
-    return {Failure::kStatus, status_of_reset(h2_error),
-            std::string("the stream was reset: ") + nghttp2_http2_strerror(h2_error)};
-  const std::string* text = find_header(last, "grpc-message");
-  return {Failure::kStatus, number(code, kStatusUnknown),
-          text ? percent_decoded(*text) : ""};
-}
-
 // A duck that drains or ends a connection may be back on the next one.
 bool is_passing(int code) {
   return code == kStatusOk || code == kStatusCancelled || code == kStatusUnavailable ||
@@ -416,11 +333,10 @@ void Link::on_refusal(Stream* stream, Connection::Refusal why) {
 
 void Link::on_close(Stream* stream, uint32_t h2_error) {
   if (stream->id != stream_) return;
-  Failure why = status_of(*stream, h2_error);
-  bool may_resend = is_passing(why.code);
-  if (why.code == kStatusOk)
-    why = {Failure::kStatus, kStatusUnavailable, "it ended the stream"};
-  lose(std::move(why), may_resend);
+  Status end = status_of(stream->headers, stream->trailers, h2_error);
+  bool may_resend = is_passing(end.code);
+  if (end.code == kStatusOk) end = {kStatusUnavailable, "it ended the stream"};
+  lose({Failure::kStatus, end.code, end.text}, may_resend);
 }
 
 void Link::on_goaway() { is_leaving_ = true; }

@@ -1,0 +1,111 @@
+// What every extension module here needs of Python's stable ABI.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstddef>
+#include <exception>
+#include <new>
+#include <vector>
+
+namespace duck::binding {
+
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// The bytes of a C-contiguous Python object, held as long as this lives.
+class BytesView {
+ public:
+  BytesView() = default;
+  ~BytesView() {
+    if (held_) PyBuffer_Release(&buffer_);
+  }
+  BytesView(const BytesView&) = delete;
+  BytesView& operator=(const BytesView&) = delete;
+
+  bool get(PyObject* object, int flags = PyBUF_SIMPLE) {
+    held_ = PyObject_GetBuffer(object, &buffer_, flags) == 0;
+    return held_;
+  }
+  // Exactly this many bytes.
+  bool get(PyObject* object, size_t num_bytes, int flags = PyBUF_SIMPLE) {
+    if (!get(object, flags)) return false;
+    if (size() == num_bytes) return true;
+    PyErr_Format(PyExc_ValueError, "expected a buffer of %zu bytes, got %zu", num_bytes,
+                 size());
+    return false;
+  }
+  void* data() const { return buffer_.buf; }
+  size_t size() const { return size_t(buffer_.len); }
+
+ private:
+  Py_buffer buffer_{};
+  bool held_ = false;
+};
+
+template <class T>
+T* from_capsule(PyObject* capsule, const char* name) {
+  return static_cast<T*>(PyCapsule_GetPointer(capsule, name));
+}
+
+template <class T>
+void destroy(PyObject* capsule) {
+  delete static_cast<T*>(PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule)));
+}
+
+inline bool require_args(Py_ssize_t got, Py_ssize_t expected) {
+  if (got == expected) return true;
+  PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, got);
+  return false;
+}
+
+inline PyObject* raise(const std::exception& error) {
+  if (dynamic_cast<const std::bad_alloc*>(&error)) return PyErr_NoMemory();
+  PyErr_SetString(PyExc_RuntimeError, error.what());
+  return nullptr;
+}
+
+using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+inline PyMethodDef fast(const char* name, FastFunction function) {
+  auto* erased = reinterpret_cast<void (*)()>(function);
+  return {name, reinterpret_cast<PyCFunction>(erased), METH_FASTCALL, nullptr};
+}
+
+// Of one argument.
+inline PyMethodDef single(const char* name, PyCFunction function) {
+  return {name, function, METH_O, nullptr};
+}
+
+inline PyMethodDef no_args(const char* name, PyCFunction function) {
+  return {name, function, METH_NOARGS, nullptr};
+}
+
+// Called once, by the module's init function.
+inline PyObject* make_module(const char* name, const char* doc,
+                             std::vector<PyMethodDef> functions) {
+  static std::vector<PyMethodDef> methods;
+  methods = std::move(functions);
+  methods.push_back({nullptr, nullptr, 0, nullptr});
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT,
+                               name,
+                               doc,
+                               -1,
+                               methods.data(),
+                               nullptr,
+                               nullptr,
+                               nullptr,
+                               nullptr};
+  return PyModule_Create(&module);
+}
+
+}  // namespace duck::binding
