@@ -10,25 +10,21 @@ acceptance (random_model.py), but for the bundled one.
 """
 
 import contextlib
-import itertools
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.acceptance import make_prompts
 from benchmarks.common import MODEL_DIR, Result, main
-from benchmarks.engines import in_fresh_process, start_engine
+from benchmarks.engines import in_fresh_process
+from benchmarks.network import linked_namespace
+from benchmarks.overlap_engine import PREFILL_TOKENS, Engine
 from benchmarks.paced_duck import Pace, paced_duck
 from benchmarks.random_model import DEEP, WIDE, write_random_model
-from vllm_duck.models.overlap import Overlap, OverlapMeter
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
-PREFILL_TOKENS = 2048
-MAX_ANSWER = 200
 MTP1 = {"method": "duck_mtp1"}
 
 
@@ -114,7 +110,7 @@ def sweep(
 def _link(model_dir: Path, num_tokens: int) -> Iterator[Result]:
     with contextlib.ExitStack() as stack:
         try:
-            address, prefix = stack.enter_context(_namespace())
+            address, prefix = stack.enter_context(linked_namespace())
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"link: left out, no network namespace here ({error})")
             return
@@ -123,32 +119,6 @@ def _link(model_dir: Path, num_tokens: int) -> Iterator[Result]:
         )
         found = in_fresh_process(sweep, model_dir, endpoint, pace_file, num_tokens)
         yield from _sweep_results("link", found)
-
-
-@contextlib.contextmanager
-def _namespace() -> Iterator[tuple[str, list[str]]]:
-    """A host behind 2.5 Gb/s and 100 us; its address, and how to run there."""
-    name, here, there = "duck-bench", "duck-here", "duck-there"
-    commands = (
-        f"ip netns add {name}",
-        f"ip link add {here} type veth peer name {there} netns {name}",
-        f"ip addr add 10.207.0.1/30 dev {here}",
-        f"ip link set {here} up",
-        f"ip -n {name} addr add 10.207.0.2/30 dev {there}",
-        f"ip -n {name} link set {there} up",
-        f"ip -n {name} link set lo up",
-        f"tc qdisc add dev {here} root netem delay 50us rate 2500mbit",
-        f"ip netns exec {name} tc qdisc add dev {there} root netem delay 50us "
-        "rate 2500mbit",
-    )
-    try:
-        for command in commands:
-            subprocess.run(command.split(), check=True, capture_output=True)
-        yield "10.207.0.2", ["ip", "netns", "exec", name]
-    finally:
-        for command in (f"ip link del {here}", f"ip netns del {name}"):
-            with contextlib.suppress(OSError):
-                subprocess.run(command.split(), capture_output=True)
 
 
 def _one_local_duck() -> dict[str, Any]:
@@ -317,137 +287,6 @@ def measure_layer_us(model_dir: Path, num_tokens: int, transport: str) -> float:
         engine.compute_inside(model_dir)
     engine.decode(8)
     return 1e6 / engine.decode(num_tokens)["tok_s"] / engine.num_sparse_layers
-
-
-class Engine:
-    """An engine in this process and what one benchmark asks of it."""
-
-    def __init__(
-        self,
-        model_dir: Path,
-        duck: dict[str, Any] | None,
-        speculation: dict[str, Any] | None,
-    ) -> None:
-        options = {"speculative_config": dict(speculation)} if speculation else {}
-        if duck is not None:
-            duck = {"draft_gate": False, **duck}
-        self.llm = start_engine(
-            model_dir,
-            duck=duck,
-            enable_prefix_caching=False,
-            disable_log_stats=False,
-            max_num_batched_tokens=PREFILL_TOKENS,
-            max_model_len=PREFILL_TOKENS + 8,
-            **options,
-        )
-        core = self.llm.llm_engine.engine_core.engine_core
-        self.runner = core.model_executor.driver_worker.worker.model_runner
-        config = core.vllm_config.model_config.hf_config
-        self.num_sparse_layers = config.num_hidden_layers - config.first_k_dense_replace
-        self.questions = make_prompts(MODEL_DIR)["reasoning"]
-        self.meter = OverlapMeter()
-        if duck is not None:
-            self.meter = self.runner.meter
-            self.set_lanes(True)
-
-    def set_lanes(self, overlaps: bool) -> None:
-        """Always in lanes, or never."""
-        from vllm_duck.models.lanes import LanePolicy
-
-        self.runner.model.model.lane_policy = LanePolicy(overlaps, times=None)
-
-    def compute_inside(self, model_dir: Path) -> None:
-        """Put the ducks' kernel into this process."""
-        from vllm_duck.executor.checkpoint import Checkpoint
-        from vllm_duck.executor.duck import Shard
-        from vllm_duck.executor.fleet import Fleet
-        from vllm_duck.executor.in_process import InProcessDuck
-        from vllm_duck.executor.kernel import MoeKernel
-        from vllm_duck.executor.loader import load_shard
-        from vllm_duck.executor.shard_moe import ShardMoe
-
-        checkpoint = Checkpoint(model_dir)
-        model = checkpoint.summary
-        whole = Shard(0, model.moe_intermediate_size, 0, model.n_routed_experts)
-        loaded = load_shard(checkpoint, whole, show_progress=False)
-        kernel = ShardMoe(loaded, MoeKernel(num_threads=1, pin=False))
-        self.runner.attach_ducks(Fleet([InProcessDuck(kernel, kernel.info)]))
-
-    def decode(self, num_tokens: int, *, batch: int = 1) -> dict[str, float]:
-        """Tokens a second behind the prompts, and the lanes' figures of those steps.
-
-        Answers questions, around again if need be, until that many tokens are there.
-        """
-        asked = itertools.cycle(self.questions)
-        before = self.meter.total, self._draft_counts()
-        seconds, generated = 0.0, 0
-        prompts = Overlap()
-        while generated < num_tokens:
-            length = min(MAX_ANSWER, 1 + (num_tokens - generated) // batch)
-            self._add(list(itertools.islice(asked, batch)), max(2, length))
-            at_prompt = self.meter.total
-            self.llm.llm_engine.step()
-            prompts += self.meter.total - at_prompt
-            begin_s = time.perf_counter()
-            generated += self._finish() - batch
-            seconds += time.perf_counter() - begin_s
-        steps = self.meter.total - before[0] - prompts
-        verified, accepted = (
-            b - a for a, b in zip(before[1], self._draft_counts(), strict=True)
-        )
-        return {
-            "tok_s": generated / seconds,
-            "efficiency": steps.efficiency,
-            "ratio": steps.ratio,
-            "acceptance": accepted / verified if verified else 0.0,
-            **self._stages(steps),
-        }
-
-    def prefill(self, num_prompt_tokens: int) -> dict[str, float]:
-        """The quickest of three."""
-        prompt = [20 + i % 1500 for i in range(num_prompt_tokens)]
-        found = []
-        for _ in range(3):
-            before, begin_s = self.meter.total, time.perf_counter()
-            self._add([prompt], 1)
-            self._finish()
-            seconds = time.perf_counter() - begin_s
-            stages = self._stages(self.meter.total - before)
-            found.append({"seconds": seconds, **stages})
-        return min(found, key=lambda each: each["seconds"])
-
-    def _add(self, prompts: list[list[int]], num_tokens: int) -> None:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens)
-        for number, prompt in enumerate(prompts):
-            self.llm.llm_engine.add_request(
-                str(number), {"prompt_token_ids": prompt}, sampling
-            )
-
-    def _finish(self) -> int:
-        """Run what was added to its end; returns the tokens generated."""
-        engine, num_tokens = self.llm.llm_engine, 0
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    num_tokens += len(output.outputs[0].token_ids)
-        return num_tokens
-
-    def _stages(self, steps: Overlap) -> dict[str, float]:
-        """Mean seconds of a stage of each side."""
-        num_stages = max(1, 2 * steps.num_steps * self.num_sparse_layers)
-        return {
-            "stage0_s": steps.s0_s / num_stages,
-            "stage1_s": steps.s1_s / num_stages,
-        }
-
-    def _draft_counts(self) -> tuple[float, float]:
-        found = {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
-        return (
-            found.get("vllm:spec_decode_num_draft_tokens", 0),
-            found.get("vllm:spec_decode_num_accepted_tokens", 0),
-        )
 
 
 if __name__ == "__main__":
