@@ -83,7 +83,7 @@ class BuildKernel(build_ext):
         self.parallel = self.parallel or os.cpu_count()
 
     def build_extensions(self):
-        if not self.has_nghttp2():
+        if STREAM in self.extensions and not self.has_nghttp2():
             self.extensions.remove(STREAM)
             print(
                 "vllm_duck: no headers of libnghttp2 (Debian: apt install "
@@ -145,7 +145,12 @@ setup(
         "test": ["pytest>=8", "openai"],
         "dev": ["ruff==0.17.6", "mypy==2.4.1", "grpcio-tools==1.78.0"],
     },
-    ext_modules=[KERNEL, HOST, STREAM],
+    # By name, for who builds one of them in a special way: scripts/sanitize.sh.
+    ext_modules=[
+        module
+        for module in (KERNEL, HOST, STREAM)
+        if module.name.endswith(os.environ.get("VLLM_DUCK_EXTENSION", ""))
+    ],
     cmdclass={"build_ext": BuildKernel},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     entry_points={

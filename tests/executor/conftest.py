@@ -4,6 +4,7 @@ import pytest
 
 from tests.executor.mini_model import MiniModel, make_mini_model
 from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.kernel import MoeKernel, supported_isas
 
 
 @pytest.fixture(params=["bf16", "e4m3-block128"])
@@ -19,3 +20,8 @@ def bf16_model() -> MiniModel:
 @pytest.fixture
 def bf16_checkpoint(tmp_path, bf16_model) -> Checkpoint:
     return Checkpoint(bf16_model.write(tmp_path / "model"))
+
+
+@pytest.fixture(params=supported_isas())
+def kernel(request) -> MoeKernel:
+    return MoeKernel(num_threads=2, isa=request.param)

@@ -362,3 +362,7 @@ def _weights_and_scales(layer: LayerWeights, e: Expert):
     return zip(
         values, [s[r] * fix for s, r in zip(scales, rows, strict=True)], strict=True
     )
+
+
+def assert_same_bits(got, expected):
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))

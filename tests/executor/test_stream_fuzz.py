@@ -1,6 +1,6 @@
 """Damaged sessions and absurd messages leave the native server and client well.
 
-Short here; scripts/sanitize_stream.sh runs thousands under ASan and UBSan.
+Short here; scripts/sanitize.sh stream runs thousands under ASan and UBSan.
 """
 
 import contextlib

@@ -1,0 +1,36 @@
+"""One engine of each kind, with and without duck_mtp1, for all tests of this folder."""
+
+import pytest
+
+from tests.spec_decode.engines import ask, make_prompts, start
+
+
+@pytest.fixture(scope="package")
+def prompts(tiny_model):
+    return make_prompts(tiny_model)
+
+
+# Prompts whose chat has thinking off end in </think>: constrained from the start.
+PARSER = {"reasoning_parser": "deepseek_r1"}
+
+
+@pytest.fixture(scope="package")
+def plain(tiny_model):
+    return start(tiny_model, speculates=False, **PARSER)
+
+
+@pytest.fixture(scope="package")
+def speculating(tiny_model, plain):
+    return start(tiny_model, speculates=True, **PARSER)
+
+
+@pytest.fixture
+def same(plain, speculating, prompts):
+    """Ask both; returns the answers once they are equal."""
+
+    def check(asked=prompts, **sampling):
+        expected = ask(plain, asked, **sampling)
+        assert ask(speculating, asked, **sampling) == expected
+        return expected
+
+    return check
