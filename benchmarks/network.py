@@ -1,31 +1,130 @@
 """A second host on this machine: a network namespace behind a slow link."""
 
+import argparse
 import contextlib
+import queue
+import socket
 import subprocess
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+RATE_MBIT = 2500
+# Each way.
+DELAY_US = 50
+_NAMESPACE, _HERE, _THERE = "duck-bench", "duck-here", "duck-there"
+_ADDRESS = "10.207.0.2"
+_SHAPERS = (
+    f"netem delay {DELAY_US}us rate {RATE_MBIT}mbit",
+    # Kernels without netem have at least this one; a relay then adds the delay.
+    f"tbf rate {RATE_MBIT}mbit burst 64kb latency 50ms",
+)
 
 
 @contextlib.contextmanager
-def linked_namespace() -> Iterator[tuple[str, list[str]]]:
-    """A host behind 2.5 Gb/s and 100 us; its address, and how to run there."""
-    name, here, there = "duck-bench", "duck-here", "duck-there"
+def linked_namespace() -> Iterator[tuple[str, list[str], bool]]:
+    """A host behind 2.5 Gb/s and 100 us there and back.
+
+    Gives its address, how to run a command there, and whether the link delays: if not,
+    put `delayed` in front of what listens there.
+
+    Raises OSError or CalledProcessError where namespaces cannot be made.
+    """
+    inside = ["ip", "netns", "exec", _NAMESPACE]
     commands = (
-        f"ip netns add {name}",
-        f"ip link add {here} type veth peer name {there} netns {name}",
-        f"ip addr add 10.207.0.1/30 dev {here}",
-        f"ip link set {here} up",
-        f"ip -n {name} addr add 10.207.0.2/30 dev {there}",
-        f"ip -n {name} link set {there} up",
-        f"ip -n {name} link set lo up",
-        f"tc qdisc add dev {here} root netem delay 50us rate 2500mbit",
-        f"ip netns exec {name} tc qdisc add dev {there} root netem delay 50us "
-        "rate 2500mbit",
+        f"ip netns add {_NAMESPACE}",
+        f"ip link add {_HERE} type veth peer name {_THERE} netns {_NAMESPACE}",
+        f"ip addr add 10.207.0.1/30 dev {_HERE}",
+        f"ip link set {_HERE} up",
+        f"ip -n {_NAMESPACE} addr add {_ADDRESS}/30 dev {_THERE}",
+        f"ip -n {_NAMESPACE} link set {_THERE} up",
+        f"ip -n {_NAMESPACE} link set lo up",
     )
     try:
         for command in commands:
-            subprocess.run(command.split(), check=True, capture_output=True)
-        yield "10.207.0.2", ["ip", "netns", "exec", name]
+            _run(command.split())
+        yield _ADDRESS, inside, _shape(inside)
     finally:
-        for command in (f"ip link del {here}", f"ip netns del {name}"):
+        for command in (f"ip link del {_HERE}", f"ip netns del {_NAMESPACE}"):
             with contextlib.suppress(OSError):
                 subprocess.run(command.split(), capture_output=True)
+
+
+def _shape(inside: Sequence[str]) -> bool:
+    """Slow both directions down; whether that includes the delay."""
+    for shaper in _SHAPERS:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _run(f"tc qdisc add dev {_HERE} root {shaper}".split())
+            _run([*inside, *f"tc qdisc add dev {_THERE} root {shaper}".split()])
+            return shaper.startswith("netem")
+    raise OSError("this kernel has neither netem nor tbf to slow a link down")
+
+
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def delayed(listen: str, target: str, inside: Sequence[str]) -> Iterator[None]:
+    """Run a relay from `listen` to `target` (HOST:PORT) that delays all bytes."""
+    command = [sys.executable, "-m", "benchmarks.network", listen, target]
+    process = subprocess.Popen([*inside, *command], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError("the relay did not start")
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def relay(listen: str, target: str) -> None:
+    """Forward connections for ever; each byte leaves DELAY_US after it came."""
+    host, port = listen.rsplit(":", 1)
+    with socket.create_server((host, int(port))) as server:
+        print("ready", flush=True)
+        while True:
+            here, _ = server.accept()
+            host, port = target.rsplit(":", 1)
+            there = socket.create_connection((host, int(port)))
+            for source, sink in ((here, there), (there, here)):
+                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _forward(source, sink)
+
+
+def _forward(source: socket.socket, sink: socket.socket) -> None:
+    """One direction, in two threads, so that delays overlap."""
+    waiting: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+
+    def receive() -> None:
+        while True:
+            data = source.recv(1 << 18)
+            waiting.put((time.perf_counter() + DELAY_US / 1e6, data))
+            if not data:
+                return
+
+    def send() -> None:
+        while True:
+            due_s, data = waiting.get()
+            if not data:
+                sink.shutdown(socket.SHUT_WR)
+                return
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+            sink.sendall(data)
+
+    for run in (receive, send):
+        threading.Thread(target=run, daemon=True).start()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=relay.__doc__)
+    parser.add_argument("listen", help="HOST:PORT")
+    parser.add_argument("target", help="HOST:PORT")
+    options = parser.parse_args()
+    relay(options.listen, options.target)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.acceptance import make_prompts
 from benchmarks.common import MODEL_DIR
 from benchmarks.engines import start_engine
@@ -51,6 +53,12 @@ class Engine:
 
         self.runner.model.model.lane_policy = LanePolicy(overlaps, times=None)
 
+    def choose_lanes(self) -> None:
+        """In lanes where that measures quicker: what users get."""
+        from vllm_duck.models.lanes import LanePolicy
+
+        self.runner.model.model.lane_policy = LanePolicy(overlaps=True)
+
     def compute_inside(self, model_dir: Path) -> None:
         """Put the ducks' kernel into this process."""
         from vllm_duck.executor.checkpoint import Checkpoint
@@ -96,6 +104,42 @@ class Engine:
             "ratio": steps.ratio,
             "acceptance": accepted / verified if verified else 0.0,
             **self._stages(steps),
+        }
+
+    def tail(self, num_tokens: int) -> dict[str, float]:
+        """What a step could gain if lane 0's token were sampled before lane 1 is back.
+
+        A rejected draft makes lane 1 void, so nobody need wait for it (`window_s`, from
+        the end of lane 0 to that of lane 1). Behind an accepted one the MTP layer takes
+        two rows, of which the first could have gone ahead (`row_s`, what it adds).
+        """
+        drafter, propose = self.runner.drafter, self.runner.drafter.draft
+        seconds: dict[int, list[float]] = {1: [], 2: []}
+
+        def timed(rows: Any, sampling_metadata: Any) -> Any:
+            begin_s = time.perf_counter()
+            token_ids = propose(rows, sampling_metadata)
+            seconds.setdefault(len(rows.next_ids), []).append(
+                time.perf_counter() - begin_s
+            )
+            return token_ids
+
+        drafter.draft = timed
+        self.meter.num_wanted = num_tokens
+        found = self.decode(num_tokens)
+        del drafter.draft
+        records, self.meter.records = self.meter.records, []
+        self.meter.num_wanted = 0
+        windows = [
+            second.stages[-1].wait_end_ns - first.stages[-1].wait_end_ns
+            for first, second in (r.lanes for r in records if r.serial_reason is None)
+        ]
+        one_row_s, two_rows_s = (float(np.median(seconds[n])) for n in (1, 2))
+        return {
+            "step_s": (1 + found["acceptance"]) / found["tok_s"],
+            "window_s": float(np.median(windows)) / 1e9,
+            "row_s": max(0.0, two_rows_s - one_row_s),
+            "acceptance": found["acceptance"],
         }
 
     def prefill(self, num_prompt_tokens: int) -> dict[str, float]:

@@ -1,7 +1,9 @@
 """A duck that sleeps instead of computing: any duck time on any machine.
 
 It holds all experts, answers zeros, and takes as long as its pace file says at the
-moment. Sleeping takes no core away from the host.
+moment. Sleeping takes no core away from the host; but waking up on a busy core would
+take time that no machine of its own takes: so it has the last cpu, and a host that is
+measured should `leave_a_cpu`.
 """
 
 import argparse
@@ -27,7 +29,11 @@ from vllm_duck.executor.duck import (
     ReplyDtype,
     Shard,
 )
-from vllm_duck.executor.process import resident_bytes
+from vllm_duck.executor.process import (
+    resident_bytes,
+    set_thread_cpus,
+    thread_cpus,
+)
 from vllm_duck.executor.security import ServerSecurity
 from vllm_duck.executor.server import DuckServer
 
@@ -48,6 +54,11 @@ class Pace:
     @call_s.setter
     def call_s(self, value: float) -> None:
         self._map[:8] = struct.pack("d", value)
+
+
+def leave_a_cpu() -> None:
+    """Keep this thread, and those it will start, off the paced ducks' cpu."""
+    set_thread_cpus(sorted(thread_cpus())[:-1] or thread_cpus())
 
 
 @contextmanager
@@ -79,6 +90,7 @@ def main() -> None:
     parser.add_argument("listen")
     parser.add_argument("pace", type=Path)
     args = parser.parse_args()
+    set_thread_cpus(sorted(thread_cpus())[-1:])
     # Sleeps end 50 us late by default.
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     pace = Pace(args.pace)
