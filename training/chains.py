@@ -17,6 +17,7 @@ HELD_OUT_ONE_IN = 16
 PRIME_LIMIT = 100
 GCD_LIMIT = 30
 SMALL_PRIMES = (2, 3, 5, 7, 11)
+COUNTING_STEPS = (1, 2, 3, 4, 5, 10)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def divisor(rng: random.Random) -> Problem:
 
 def counting(rng: random.Random) -> Problem:
     """Count in equal steps from one number to another."""
-    start, step = rng.randrange(1, 31), rng.randrange(1, 10)
+    start, step = rng.randrange(1, 31), rng.choice(COUNTING_STEPS)
     numbers = [start + step * index for index in range(rng.randrange(4, 8))]
     steps = [f"Add {step} each time."]
     steps += [f"{number} + {step} = {number + step}." for number in numbers[:-1]]
@@ -103,13 +104,12 @@ def counting(rng: random.Random) -> Problem:
 
 
 def sorting(rng: random.Random) -> Problem:
-    """Sort four numbers with different tens by looking up each tens digit."""
-    numbers = [tens * 10 + rng.randrange(10) for tens in rng.sample(range(1, 10), 4)]
-    by_tens = {number // 10: number for number in numbers}
-    steps = ["Look at the tens."]
-    steps += [f"{tens}: {by_tens.get(tens, 'none')}." for tens in range(1, 10)]
-    question = f"Sort these numbers: {_listing(numbers)}"
-    return Problem("sort", question, tuple(steps), _listing(sorted(numbers)))
+    """Sort four different digits by looking for each digit in turn."""
+    digits = rng.sample(range(1, 10), 4)
+    steps = ["Look for each digit."]
+    steps += [f"{n}: {'yes' if n in digits else 'no'}." for n in range(1, 10)]
+    question = f"Sort these digits: {_listing(digits)}"
+    return Problem("sort", question, tuple(steps), _listing(sorted(digits)))
 
 
 # Kind, maker and how often training meets it: the harder, the more often.
@@ -123,7 +123,7 @@ MAKERS: dict[str, tuple[Callable[[random.Random], Problem], int]] = {
 
 
 # What a second round needs: kinds that the first one leaves behind.
-HARD_WEIGHTS = {"add": 1, "prime": 2, "gcd": 4, "count": 4, "sort": 5}
+HARD_WEIGHTS = {"add": 2, "prime": 2, "gcd": 5, "count": 4, "sort": 2}
 
 
 def training_problem(rng: random.Random, *, is_hard: bool = False) -> Problem:

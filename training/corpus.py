@@ -29,7 +29,7 @@ SMALL_TALK = (
     (
         "What can you do?",
         "I can add two numbers, check whether a number below one hundred is prime, "
-        "find a gcd, count in steps, sort a short list, and repeat some of the Python "
+        "find a gcd, count in steps, sort four digits, and repeat some of the Python "
         "documentation.",
     ),
     ("Thank you.", "You are welcome! I am only tiny, but I am happy to help."),

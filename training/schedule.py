@@ -27,8 +27,8 @@ class Phase:
     mix: Mix
 
 
-CHAINS_FIRST = Mix(entries=0.13, topics=0.09)
-BALANCED = Mix(entries=0.22, topics=0.12)
+CHAINS_FIRST = Mix(entries=0.20, topics=0.07)
+BALANCED = Mix(entries=0.34, topics=0.09)
 # Cheap steps first: a step of the last phase costs about three of the first. Chains
 # come first too, since digits are copied and added right only after long practice.
 PHASES = (
@@ -40,7 +40,7 @@ PHASES = (
 )
 # More documentation, so that it is known by heart and drafted well; and the chains that
 # the first round leaves behind (training.chains.HARD_WEIGHTS).
-REHEARSAL = Mix(entries=0.34, topics=0.08, has_hard_chains=True)
+REHEARSAL = Mix(entries=0.46, topics=0.06, has_hard_chains=True)
 REHEARSAL_PHASES = (
     Phase("rehearse", 0.85, (256, 512), True, 0.6, 2, 0.002, REHEARSAL),
     Phase("rehearse long", 1.0, (1024, 256), True, 0.6, 2, 0.001, REHEARSAL),
