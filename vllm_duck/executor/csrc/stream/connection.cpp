@@ -19,6 +19,8 @@ constexpr uint32_t kFrameBytes = 1 << 20;
 constexpr size_t kMaxHeaderBytes = 16 << 10;
 constexpr size_t kFrameHeadBytes = 9;
 constexpr size_t kReceiveBytes = 256 << 10;
+// So much of a message is received into its place; a copy of less costs nothing.
+constexpr size_t kWorthPlacing = 64 << 10;
 // Then the owner looks after its other connections.
 constexpr int kReceivesInARow = 16;
 
@@ -51,6 +53,7 @@ Connection::Connection(int socket, bool is_server, uint32_t max_streams, Owner* 
     nghttp2_session_callbacks_del(callbacks);
     throw std::bad_alloc();
   }
+  nghttp2_session_callbacks_set_on_begin_frame_callback(callbacks, on_begin_frame);
   nghttp2_session_callbacks_set_on_begin_headers_callback(callbacks, on_begin_headers);
   nghttp2_session_callbacks_set_on_header_callback(callbacks, on_header);
   nghttp2_session_callbacks_set_on_frame_recv_callback(callbacks, on_frame);
@@ -90,24 +93,39 @@ bool Connection::fail(std::string reason) {
 }
 
 bool Connection::receive() {
-  uint8_t* buffer = receive_buffer();
   for (int i = 0; i < kReceivesInARow; ++i) {
-    ssize_t size = ::recv(socket_, buffer, kReceiveBytes, 0);
+    auto [buffer, room] = place();
+    ssize_t size = ::recv(socket_, buffer, room, 0);
     if (size == 0) return fail("the peer closed the connection");
     if (size < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) break;
       return fail(strerror(errno));
     }
     num_received_ += uint64_t(size);
+    data_end_ = nullptr;
     ssize_t taken = nghttp2_session_mem_recv(session_, buffer, size_t(size));
     if (taken < 0) {
       flush();  // says why to the peer, if it can
       return fail(std::string("not HTTP/2 as it must be: ") +
                   nghttp2_strerror(int(taken)));
     }
-    if (size < ssize_t(kReceiveBytes)) break;
+    // Without this, bytes that nghttp2 did not hand on would count as still to come.
+    if (data_end_ != buffer + size) data_left_ = 0;
+    if (size_t(size) < room) break;
   }
   return flush();
+}
+
+// Where the next bytes are received. A frame's rest goes into its message at once,
+// never past the end of either: memory that the bytes may free when they are taken.
+Assembler::Room Connection::place() {
+  Stream* stream = data_left_ >= kWorthPlacing ? find(data_stream_) : nullptr;
+  if (stream && !stream->is_ignored) {
+    auto [data, size] = stream->inbox.room();
+    size = std::min({size, data_left_, kReceiveBytes});
+    if (size >= kWorthPlacing) return {data, size};
+  }
+  return {receive_buffer(), kReceiveBytes};
 }
 
 bool Connection::flush() {
@@ -203,6 +221,15 @@ Stream* Connection::find(int32_t id) {
   return found == streams_.end() ? nullptr : found->second.get();
 }
 
+int Connection::on_begin_frame(nghttp2_session*, const nghttp2_frame_hd* head,
+                               void* user) {
+  auto* self = static_cast<Connection*>(user);
+  bool is_plain = head->type == NGHTTP2_DATA && !(head->flags & NGHTTP2_FLAG_PADDED);
+  self->data_stream_ = head->stream_id;
+  self->data_left_ = is_plain ? head->length : 0;
+  return 0;
+}
+
 int Connection::on_begin_headers(nghttp2_session*, const nghttp2_frame* frame,
                                  void* user) {
   auto* self = static_cast<Connection*>(user);
@@ -266,6 +293,8 @@ int Connection::on_frame_sent(nghttp2_session* session, const nghttp2_frame* fra
 int Connection::on_data(nghttp2_session* session, uint8_t, int32_t id,
                         const uint8_t* data, size_t size, void* user) {
   auto* self = static_cast<Connection*>(user);
+  self->data_left_ -= std::min(self->data_left_, size);
+  self->data_end_ = data + size;
   nghttp2_session_consume_connection(session, size);
   Stream* stream = self->find(id);
   if (!stream) return 0;

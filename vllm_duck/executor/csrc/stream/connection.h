@@ -94,6 +94,7 @@ class Connection {
   Stream* find(int32_t id);
 
  private:
+  static int on_begin_frame(nghttp2_session*, const nghttp2_frame_hd*, void*);
   static int on_begin_headers(nghttp2_session*, const nghttp2_frame*, void*);
   static int on_header(nghttp2_session*, const nghttp2_frame*, const uint8_t*, size_t,
                        const uint8_t*, size_t, uint8_t, void*);
@@ -108,6 +109,7 @@ class Connection {
   static ssize_t frame_length(nghttp2_session*, uint8_t, int32_t, int32_t, int32_t,
                               uint32_t, void*);
 
+  Assembler::Room place();
   void take_data(Stream* stream, const uint8_t* at, size_t num_bytes);
   void resume(Stream* stream);
   bool fail(std::string reason);
@@ -120,6 +122,11 @@ class Connection {
   SendQueue queue_;
   size_t num_payload_bytes_ = 0;  // that were given to send(), and not dropped since
   uint64_t num_received_ = 0;
+  // Of the DATA frame that is under way, when it has no padding: its stream, the bytes
+  // still to come, and where those that have come end.
+  int32_t data_stream_ = 0;
+  size_t data_left_ = 0;
+  const uint8_t* data_end_ = nullptr;
   std::string end_reason_;
 };
 

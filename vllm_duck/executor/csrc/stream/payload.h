@@ -11,6 +11,9 @@ namespace duck::stream {
 // four bytes, big endian.
 constexpr size_t kPrefixBytes = 5;
 
+// At the end of each message of Forward: the tag of its checksum, and four bytes.
+constexpr size_t kChecksumBytes = 5;
+
 // One outgoing message with its prefix. It is sent by reference, so it lives until the
 // last connection has written its last byte.
 class Payload {
@@ -47,11 +50,17 @@ class Message {
   uint8_t* data() { return data_; }
   const uint8_t* data() const { return data_; }
   size_t size() const { return size_; }
+  // Where the next byte goes, and how many have room there.
+  uint8_t* end() { return data_ + size_; }
+  size_t room() const { return capacity_ - size_; }
 
   // Throws std::bad_alloc.
   void reserve(size_t num_bytes);
-  // Needs reserved room.
+  // Needs reserved room. What lies at end() already is not copied.
   void append(const uint8_t* data, size_t num_bytes);
+
+  // CRC-32C of all but the last kChecksumBytes, if an Assembler made it.
+  uint32_t checksum = 0;
 
  private:
   uint8_t* data_ = nullptr;
@@ -59,10 +68,15 @@ class Message {
   size_t capacity_ = 0;
 };
 
-// Cuts the bytes of one stream into messages. A length is judged before anything is
-// reserved for it.
+// Cuts the bytes of one stream into messages, and sums them as they come: they are in
+// the cache, and the peer still sends. A length is judged before anything is reserved
+// for it.
 class Assembler {
  public:
+  struct Room {
+    uint8_t* data;
+    size_t size;
+  };
   enum class Result { kMore, kMessage, kCompressed, kTooLarge };
 
   // Takes from [*at, end) and moves *at on; at most one message. After kMessage, take()
@@ -72,11 +86,18 @@ class Assembler {
   Message take();
   bool is_between_messages() const { return num_prefix_ == 0; }
   size_t announced_bytes() const { return announced_; }
+  // Where the rest of the message that has begun may be put before it is fed; empty
+  // between messages.
+  Room room() { return {message_.end(), message_.room()}; }
 
  private:
+  void append(const uint8_t* data, size_t num_bytes);
+
   uint8_t prefix_[kPrefixBytes];
   size_t num_prefix_ = 0;
   size_t announced_ = 0;
+  size_t num_summed_ = 0;
+  uint32_t checksum_ = 0;
   Message message_;
 };
 

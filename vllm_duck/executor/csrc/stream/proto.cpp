@@ -11,7 +11,6 @@ namespace {
 enum WireType { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
 constexpr uint32_t kChecksumField = 10;
-constexpr size_t kChecksumBytes = 5;
 
 // Times of a reply: two tags, two varints that always take five bytes, so that the
 // message's length is known before the kernel runs.
@@ -151,14 +150,14 @@ bool read_field(Reader* reader, uint32_t field, uint32_t wire_type, View* view) 
 }
 
 template <class View>
-Parsed parse_as(const uint8_t* data, size_t num_bytes, View* view) {
-  Reader reader(data, num_bytes);
-  size_t covered = 0;
+Parsed parse_as(const Message& message, View* view) {
+  Reader reader(message.data(), message.size());
+  size_t num_covered = 0;
   uint32_t expected = 0;
   while (!reader.at_end()) {
     // Nothing may follow the checksum: it would not be covered.
     if (view->has_checksum) return Parsed::kMalformed;
-    covered = reader.position();
+    num_covered = reader.position();
     uint64_t key;
     if (!reader.varint(&key) || key >> 32 || key >> 3 == 0) return Parsed::kMalformed;
     uint32_t field = uint32_t(key >> 3), wire_type = key & 7;
@@ -167,7 +166,9 @@ Parsed parse_as(const uint8_t* data, size_t num_bytes, View* view) {
                                    : read_field(&reader, field, wire_type, view);
     if (!good) return Parsed::kMalformed;
   }
-  if (view->has_checksum && crc32c(data, covered) != expected)
+  // It covers the bytes before it, and its tag has but one byte.
+  if (view->has_checksum &&
+      (num_covered + kChecksumBytes != message.size() || message.checksum != expected))
     return Parsed::kBadChecksum;
   return Parsed::kOk;
 }
@@ -229,7 +230,7 @@ class Writer {
     summed_ = at_;
   }
 
-  static constexpr size_t kBlock = 64 << 10;
+  static constexpr size_t kBlock = 16 << 10;
   uint8_t* at_;
   uint8_t* summed_;
   uint32_t crc_ = 0;
@@ -253,12 +254,12 @@ std::string tensor_misfit(const char* name, Slice got, uint64_t rows, uint64_t c
 
 }  // namespace
 
-Parsed parse(const uint8_t* data, size_t num_bytes, RequestView* request) {
-  return parse_as(data, num_bytes, request);
+Parsed parse(const Message& message, RequestView* request) {
+  return parse_as(message, request);
 }
 
-Parsed parse(const uint8_t* data, size_t num_bytes, ReplyView* reply) {
-  return parse_as(data, num_bytes, reply);
+Parsed parse(const Message& message, ReplyView* reply) {
+  return parse_as(message, reply);
 }
 
 std::string misfit(const RequestView& request) {
@@ -350,8 +351,7 @@ PayloadRef encode_refusal(const RequestView& request, ForwardStatus status,
   writer.number(2, uint64_t(status));
   writer.bytes_head(3, error.size());
   size_t head_bytes = size_t(writer.at() - head);
-  auto payload =
-      std::make_shared<Payload>(head_bytes + error.size() + kChecksumBytes);
+  auto payload = std::make_shared<Payload>(head_bytes + error.size() + kChecksumBytes);
   std::memcpy(payload->message(), head, head_bytes);
   std::memcpy(payload->message() + head_bytes, error.data(), error.size());
   size_t num_before = head_bytes + error.size();

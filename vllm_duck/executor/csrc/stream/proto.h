@@ -48,8 +48,8 @@ struct ReplyView {
 
 enum class Parsed { kOk, kMalformed, kBadChecksum };
 
-Parsed parse(const uint8_t* data, size_t num_bytes, RequestView* request);
-Parsed parse(const uint8_t* data, size_t num_bytes, ReplyView* reply);
+Parsed parse(const Message& message, RequestView* request);
+Parsed parse(const Message& message, ReplyView* reply);
 
 // Why the sizes and tensors of a request do not fit each other; empty if they do.
 std::string misfit(const RequestView& request);
