@@ -100,7 +100,10 @@ def _forward(source: socket.socket, sink: socket.socket) -> None:
 
     def receive() -> None:
         while True:
-            data = source.recv(1 << 18)
+            try:
+                data = source.recv(1 << 18)
+            except ConnectionResetError:
+                data = b""
             waiting.put((time.perf_counter() + DELAY_US / 1e6, data))
             if not data:
                 return
@@ -108,11 +111,17 @@ def _forward(source: socket.socket, sink: socket.socket) -> None:
     def send() -> None:
         while True:
             due_s, data = waiting.get()
-            if not data:
-                sink.shutdown(socket.SHUT_WR)
-                return
             time.sleep(max(0.0, due_s - time.perf_counter()))
-            sink.sendall(data)
+            try:
+                if data:
+                    sink.sendall(data)
+                else:
+                    sink.shutdown(socket.SHUT_WR)
+            except OSError:
+                # The other side has gone, and with it who would want the rest.
+                return
+            if not data:
+                return
 
     for run in (receive, send):
         threading.Thread(target=run, daemon=True).start()
