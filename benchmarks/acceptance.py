@@ -8,14 +8,15 @@ accepted drafts over verified ones.
 The ablations change one thing each, at temperature 0: `stateless` shows the MTP layer
 the newest row alone, `bf16 MTP cache` keeps its history unquantised, `unverified rows`
 leaves in its history what a rejected draft would have put there. The peer is stock
-vLLM's `mtp` on the same weights as a dense DeepSeek-V3.
+vLLM's `mtp` on the same weights as a dense DeepSeek-V3; its text differs in places, so
+`same answers` counts the answers, given one at a time, that both say alike.
 """
 
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common import MODEL_DIR, Result, main
 from benchmarks.engines import in_fresh_process, start_engine
@@ -24,12 +25,22 @@ TEMPERATURES = (0.0, 0.6, 1.0)
 NUM_TOKENS, NUM_TOKENS_QUICK = 2400, 500
 MAX_TOKENS = 300
 BATCH_SIZE = 8
+# Answers of each kind to compare with stock's one by one.
+NUM_ANSWERS, NUM_ANSWERS_QUICK = 30, 8
 # Acceptance that each kind should reach at temperature 0, per cent.
 TARGETS = {"reasoning": 95.0, "text": 70.0}
 # How much of it the history is worth, at least.
 HISTORY_TARGETS = {"reasoning": 2.2, "text": 1.4}
 
 Prompts = dict[str, list[list[int]]]
+
+
+class Answer(NamedTuple):
+    """A greedy answer, and what became of its drafts."""
+
+    token_ids: tuple[int, ...]
+    num_drafts: float
+    num_accepted: float
 
 
 def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
@@ -41,8 +52,13 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
             measure, model_dir, prompts, temperatures, num_tokens, ablation
         )
 
+    num_answers = NUM_ANSWERS_QUICK if quick else NUM_ANSWERS
+    asked = [prompt for group in prompts.values() for prompt in group[:num_answers]]
     ours = measured(TEMPERATURES)
-    stock = in_fresh_process(measure_stock, model_dir, prompts, num_tokens)
+    our_answers = in_fresh_process(answer_each, model_dir, asked)
+    stock, stock_answers = in_fresh_process(
+        measure_stock, model_dir, prompts, num_tokens, asked
+    )
     for kind, temperature in itertools.product(prompts, TEMPERATURES):
         is_greedy = temperature == 0
         yield Result(
@@ -54,6 +70,7 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
             peer_value=stock[kind, temperature] if is_greedy else None,
             target=f">= {TARGETS[kind]} %" if is_greedy else "",
         )
+    yield _same_answers(our_answers, stock_answers)
     for ablation in ABLATIONS:
         changed = measured(TEMPERATURES[:1], ablation)
         for kind in prompts:
@@ -67,6 +84,27 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
                 peer_value=ours[kind, 0.0],
                 target=f"ratio <= 1/{target}" if target else "",
             )
+
+
+def _same_answers(ours: list["Answer"], stock: list["Answer"]) -> Result:
+    pairs = zip(ours, stock, strict=True)
+    same = [(o, s) for o, s in pairs if o.token_ids == s.token_ids]
+
+    def accepted(answers: Iterable["Answer"]) -> float:
+        found = list(answers)
+        return (
+            100 * sum(a.num_accepted for a in found) / sum(a.num_drafts for a in found)
+        )
+
+    return Result(
+        case=f"same answers, {len(same)} of {len(ours)}, temperature 0",
+        metric="acceptance",
+        value=accepted(o for o, _ in same),
+        unit="%",
+        peer="vLLM mtp, dense V3",
+        peer_value=accepted(s for _, s in same),
+        target="ratio >= 1",
+    )
 
 
 def make_prompts(model_dir: Path) -> Prompts:
@@ -122,10 +160,38 @@ def measure(
     }
 
 
+def answer_each(model_dir: Path, asked: list[list[int]]) -> list[Answer]:
+    """Our answers, one at a time."""
+    llm = start_engine(
+        model_dir,
+        duck={"draft_gate": False},
+        speculative_config={"method": "duck_mtp1"},
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+    )
+    return _answers(llm, asked)
+
+
+def _answers(llm: Any, asked: list[list[int]]) -> list[Answer]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    answers = []
+    for prompt in asked:
+        before = _counts(llm)
+        (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        counts = (b - a for a, b in zip(before, _counts(llm), strict=True))
+        answers.append(Answer(tuple(output.outputs[0].token_ids), *counts))
+    return answers
+
+
 def measure_stock(
-    model_dir: Path, prompts: Prompts, num_tokens: int
-) -> dict[tuple[str, float], float]:
-    """The same of stock vLLM, greedy, on the weights as a dense DeepSeek-V3."""
+    model_dir: Path, prompts: Prompts, num_tokens: int, asked: list[list[int]]
+) -> tuple[dict[tuple[str, float], float], list[Answer]]:
+    """The same of stock vLLM, greedy, on the weights as a dense DeepSeek-V3.
+
+    And its answers to what is asked, one at a time.
+    """
     import torch
 
     from benchmarks.oracle import write_dequantized
@@ -144,10 +210,11 @@ def measure_stock(
             speculative_config={"method": "mtp", "num_speculative_tokens": 1},
             disable_log_stats=False,
         )
-        return {
+        rates = {
             (kind, 0.0): _acceptance(llm, group, 0.0, num_tokens)
             for kind, group in prompts.items()
         }
+        return rates, _answers(llm, asked)
 
 
 def _acceptance(

@@ -1,5 +1,7 @@
 """When drafting stops: for a batch size, for a request, and when it resumes."""
 
+import random
+
 from vllm_duck.models.two_ways import NUM_TRIALS
 from vllm_duck.spec_decode.gate import NUM_RETRIES, RETRY_AFTER_TOKENS, DraftGate
 
@@ -40,7 +42,7 @@ def test_a_request_that_is_badly_drafted_stops_alone():
     gate = DraftGate()
     steps = run(gate, 100, acceptance={"good": 1, "bad": 0}, with_s=1.5)
     assert all(step["good"] for step in steps[2 * NUM_TRIALS :])
-    assert not any(step["bad"] for step in steps[40:])
+    assert not any(step["bad"] for step in steps[50:])
 
 
 def test_a_request_tries_again_and_resumes_when_it_can():
@@ -86,3 +88,18 @@ def test_a_finished_request_leaves_nothing():
     run(gate, 60, acceptance={"a": 0}, with_s=1.5)
     gate.forget("a")
     assert not gate._requests
+
+
+def test_luck_with_a_few_drafts_does_not_stop_what_pays():
+    gate, rng = DraftGate(), random.Random(0)
+    req_ids = [str(number) for number in range(16)]
+    num_drafts = 0
+    for _ in range(1000):
+        allowed = gate.allowed(req_ids)
+        for req_id, is_allowed in zip(req_ids, allowed, strict=True):
+            if is_allowed:
+                gate.observe_draft(req_id, rng.random() < 0.85)
+        seconds = 1 + 0.8 * sum(allowed) / len(req_ids)
+        gate.observe_step(len(req_ids), sum(allowed), seconds)
+        num_drafts += sum(allowed)
+    assert num_drafts > 0.85 * 1000 * len(req_ids)
