@@ -15,8 +15,8 @@ from vllm_duck.models.two_ways import TwoWays
 _WEIGHT = 1 / 16
 # The same of all requests together.
 _TYPICAL_WEIGHT = 1 / 32
-# So much may drafting seem to lose before it stops: an acceptance over its latest drafts
-# is uncertain by about 0.06, and where a few requests of a batch stop, nothing is won.
+# So much may drafting seem to lose before it stops: the acceptance of a request's latest
+# drafts is uncertain by 0.06, and where a few requests of a batch stop nothing is won.
 _DOUBT = 1.04
 # A request that stopped drafting tries again after so many tokens, for so many drafts.
 RETRY_AFTER_TOKENS = 128
@@ -66,7 +66,8 @@ class DraftGate:
 
     def _pays(self, req_id: str, num_reqs: int) -> bool:
         request = self._request(req_id)
-        if self._ways.is_first_better(num_reqs, worth=_DOUBT * (1 + request.acceptance)):
+        worth = _DOUBT * (1 + request.acceptance)
+        if self._ways.is_first_better(num_reqs, worth=worth):
             request.num_tokens_without = 0
             return True
         request.num_tokens_without += 1
