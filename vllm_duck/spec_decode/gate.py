@@ -15,8 +15,8 @@ from vllm_duck.models.two_ways import TwoWays
 _WEIGHT = 1 / 16
 # The same of all requests together.
 _TYPICAL_WEIGHT = 1 / 32
-# So much may drafting seem to lose before it stops: the acceptance of a request's latest
-# drafts is uncertain by 0.06, and where a few requests of a batch stop nothing is won.
+# So much may drafting seem to lose before it stops: the acceptance of a few drafts is
+# uncertain by 0.06, and where single requests of a batch stop nothing is won.
 _DOUBT = 1.04
 # A request that stopped drafting tries again after so many tokens, for so many drafts.
 RETRY_AFTER_TOKENS = 128
