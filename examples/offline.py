@@ -25,7 +25,7 @@ def main() -> None:
     )
     chats = [
         [{"role": "user", "content": "Is 91 prime?"}],
-        [{"role": "user", "content": "Count from 4 to 40 in steps of 4."}],
+        [{"role": "user", "content": "Sort these digits: 8, 4, 5, 7."}],
     ]
     outputs = llm.chat(
         chats,

@@ -10,11 +10,12 @@ import logging
 import math
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from vllm_duck.executor.temporary import temporary_directory
 
 _INTERVAL_S = 0.5
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 def temporary_file() -> str:
     """A path in a directory that goes away with this process."""
-    directory = tempfile.mkdtemp(prefix="vllm-duck-figures-")
+    directory = temporary_directory("vllm-duck-figures-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return f"{directory}/figures.json"
 

@@ -8,7 +8,6 @@ import select
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from vllm_duck.executor.process import (
 )
 from vllm_duck.executor.shards import ShardPlan
 from vllm_duck.executor.split_format import split_directories
+from vllm_duck.executor.temporary import temporary_directory
 
 # What a child that LocalDucks started says on its stdout, once.
 READY = "ready"
@@ -88,7 +88,7 @@ class LocalDucks:
         with ExitStack() as undo:
             directory = None
             if listen is None:
-                directory = Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX))
+                directory = temporary_directory(PRIVATE_PREFIX)
                 undo.callback(shutil.rmtree, directory, ignore_errors=True)
                 listen = _socket_endpoints(directory, len(sources))
             flags = [
