@@ -5,7 +5,9 @@ A benchmark module defines `run(quick) -> Iterator[Result]` and ends with
 """
 
 import argparse
+import ctypes
 import json
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+_PR_SET_PDEATHSIG = 1
 
 MODEL_DIR = Path(__file__).parent.parent / "models" / "tiny-v32"
 
@@ -64,7 +68,9 @@ def main(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="fewer repetitions: under a minute"
+        "--quick",
+        action="store_true",
+        help="fewer repetitions, or fewer cases: a minute or two",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write one object a line"
@@ -74,6 +80,11 @@ def main(
         for result in run(options.quick):
             print(result, flush=True)
             write(result.to_json(bench))
+
+
+def end_with_parent() -> None:
+    """Have the system end this process when the one that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def percentiles(values: Iterable[float]) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import queue
 import socket
 import subprocess
@@ -10,10 +11,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from benchmarks.common import end_with_parent
+
 RATE_MBIT = 2500
 # Each way.
 DELAY_US = 50
-_NAMESPACE, _HERE, _THERE = "duck-bench", "duck-here", "duck-there"
+# Of this process alone; an interface has at most 15 letters.
+_NAMESPACE, _HERE, _THERE = (f"duck-{part}{os.getpid()}" for part in ("", "a", "b"))
 _ADDRESS = "10.207.0.2"
 _SHAPERS = (
     f"netem delay {DELAY_US}us rate {RATE_MBIT}mbit",
@@ -132,6 +136,7 @@ def main() -> None:
     parser.add_argument("listen", help="HOST:PORT")
     parser.add_argument("target", help="HOST:PORT")
     options = parser.parse_args()
+    end_with_parent()
     relay(options.listen, options.target)
 
 

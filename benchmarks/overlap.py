@@ -7,7 +7,7 @@ Saved share and efficiency are the log line's: of the serial time, and of what a
 overlap would save. Tokens a second compare whole engines; the formula is
 (1 + acceptance) (c + d) / (2 max(c, d)). The models have random weights and a chosen
 acceptance (random_model.py), but for the bundled one. --quick is `paced` and `real` at
-c = d; all of it starts thirty engines and takes a quarter of an hour.
+c = d; all of it starts 26 engines and takes a quarter of an hour.
 """
 
 import contextlib
@@ -147,17 +147,21 @@ def measure_paced(
 def _settle(
     engine: Engine, pace: Pace, ratio: float, num_tokens: int
 ) -> dict[str, float]:
-    """Set the pace to d = ratio c; the figures of the first decode where it is so.
+    """Bring the pace near d = ratio c; the figures of the decode nearest to it.
 
     What a call takes beside the sleep, and c beside a busy duck, vary with the pace: so
     it is set by what was measured.
     """
+    tries = []
     for _ in range(6):
         times = engine.decode(num_tokens)
         missing_s = ratio * times["stage0_s"] - times["stage1_s"]
-        if abs(missing_s) < 0.05 * times["stage1_s"]:
+        error = abs(missing_s) / times["stage1_s"]
+        tries.append((error, pace.call_s, times))
+        if error < 0.05:
             break
         pace.call_s = max(0.0, pace.call_s + missing_s)
+    _, pace.call_s, times = min(tries, key=lambda each: each[0])
     return times
 
 
@@ -227,13 +231,15 @@ def measure_choice(model_dir: Path, num_tokens: int) -> float:
 
 
 def _tail(name: str, model_dir: Path, num_tokens: int) -> Iterator[Result]:
-    """The most that sampling lane 0 ahead of lane 1 can bring, as a share of a step."""
+    """What going ahead with lane 0 can bring to waits and MTP layer, of a step.
+
+    Beside that, LM head and sampler could run for lane 0 while lane 1 is at the ducks;
+    but they take both rows at once as quickly as one, and would have to run twice.
+    """
     times = in_fresh_process(measure_tail, model_dir, num_tokens)
     alpha = times["acceptance"]
     saved_s = (1 - alpha) * times["window_s"] + alpha * times["row_s"]
-    yield Result(
-        f"{name} tail of a pair, at most", "saved_share", saved_s / times["step_s"], ""
-    )
+    yield Result(f"{name} tail of a pair", "saved_share", saved_s / times["step_s"], "")
 
 
 def measure_tail(model_dir: Path, num_tokens: int) -> dict[str, float]:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.common import end_with_parent
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("pace", type=Path)
     args = parser.parse_args()
     set_thread_cpus(sorted(thread_cpus())[-1:])
+    end_with_parent()
     # Sleeps end 50 us late by default.
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     pace = Pace(args.pace)

@@ -18,10 +18,13 @@ usage() {
 extension=${1:-}
 case "$extension" in kernel | stream) shift ;; *) usage ;; esac
 sanitizer=address
-case "${1:-}" in address | thread)
+case "${1:-}" in
+address | thread)
   sanitizer=$1
   shift
   ;;
+"" | -*) ;;
+*) usage ;;
 esac
 case $sanitizer in
 address) flags="-fsanitize=address,undefined -fno-sanitize-recover=all" library=libasan.so ;;
@@ -30,8 +33,8 @@ esac
 
 cd "$(dirname "$0")/.."
 python=$(command -v "${PYTHON:-python3}")
+[[ $python = /* ]] || python=$PWD/$python
 cxx=${CXX:-g++}
-suppressions=$PWD/scripts/tsan.supp
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 git ls-files -co --exclude-standard -- setup.py pyproject.toml README.md vllm_duck tests \
@@ -39,6 +42,8 @@ git ls-files -co --exclude-standard -- setup.py pyproject.toml README.md vllm_du
 for built in vllm_duck/executor/_kernel vllm_duck/executor/_stream vllm_duck/models/_host; do
   cp "$built.abi3.so" "$copy/$built.abi3.so"
 done
+# Its path has no blanks, which an option of the sanitizer cannot have.
+cp scripts/tsan.supp "$copy"
 cd "$copy"
 
 # -O1 and -g1: reports with lines; tracking variables would take most of an hour.
@@ -54,7 +59,7 @@ esac
 # CPython itself leaks at exit. The C++ runtime must come right after the sanitizer's,
 # which cannot intercept exceptions otherwise. PYTHONPATH: not the checkout's package.
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
-export TSAN_OPTIONS="suppressions=$suppressions ${TSAN_OPTIONS:-}" PYTHONPATH=$copy
+export TSAN_OPTIONS="suppressions=$copy/tsan.supp ${TSAN_OPTIONS:-}" PYTHONPATH=$copy
 export VLLM_DUCK_FUZZ_SESSIONS=${VLLM_DUCK_FUZZ_SESSIONS:-3000}
 # ThreadSanitizer does not survive a fork beside grpcio's threads, as these tests need.
 skipped=

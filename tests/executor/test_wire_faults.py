@@ -58,6 +58,21 @@ def test_a_reply_that_never_comes_is_a_timeout_and_later_calls_go_on(meddler, cl
 
 
 @pytest.mark.parametrize("client", BOTH_CLIENTS)
+def test_a_late_reply_may_be_larger_than_what_is_in_flight(meddler, client):
+    with calling(client, [meddler.endpoint], deadline_s=0.5) as fan_out:
+        _check(fan_out, make_request())
+        meddler.passes_to_host.clear()
+        late = fan_out.start(make_request(60, hidden_size=7168))
+        with pytest.raises(DuckTimeout):
+            late.result()
+        del late
+        request = make_request(seed=1)
+        pending = fan_out.start(request)
+        meddler.resume()
+        np.testing.assert_array_equal(pending.result(), bf16_to_f32(request.hidden))
+
+
+@pytest.mark.parametrize("client", BOTH_CLIENTS)
 @pytest.mark.parametrize("is_connected", [True, False])
 def test_a_reply_in_time_counts_however_late_it_is_looked_at(
     meddler, client, is_connected

@@ -119,6 +119,7 @@ void Link::on_connected() {
   attempt_ = 0;
   is_leaving_ = is_pinged_ = false;
   num_heard_ = 0;
+  max_reply_bytes_ = 0;
   stream_ = connection_->open_stream(headers_);
   is_watching_writes_ = true;
   watch(false);
@@ -141,6 +142,7 @@ void Link::send_waiting() {
     is_pinged_ = false;
   }
   for (; !waiting_.empty(); waiting_.pop_front()) {
+    max_reply_bytes_ = std::max(max_reply_bytes_, waiting_.front()->max_reply_bytes);
     connection_->send(stream, waiting_.front()->request);
     in_flight_.push_back(std::move(waiting_.front()));
   }
@@ -264,12 +266,8 @@ void Link::on_headers(Stream* stream, bool) {
     lose({Failure::kProtocol, 0, "it answers, but not with gRPC"}, false);
 }
 
-size_t Link::max_message_bytes(const Stream&) {
-  size_t largest = 0;
-  for (const auto& ticket : in_flight_)
-    largest = std::max(largest, ticket->max_reply_bytes);
-  return largest + kMaxReplyHead;
-}
+// Also of requests that were given up: their replies still come, to be dropped.
+size_t Link::max_message_bytes(const Stream&) { return max_reply_bytes_ + kMaxReplyHead; }
 
 void Link::on_message(Stream*, Message message) {
   if (is_lost_) return;

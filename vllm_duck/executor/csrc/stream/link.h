@@ -85,6 +85,7 @@ class Link : private Connection::Owner {
   int32_t stream_ = 0;
   bool is_watching_writes_ = false;
   std::vector<TicketRef> in_flight_;
+  size_t max_reply_bytes_ = 0;  // of all that this connection was sent
   std::deque<TicketRef> waiting_;
   // The duck takes no new calls on this connection; those in flight it still answers.
   bool is_leaving_ = false;
