@@ -70,6 +70,14 @@ def _compare(
     )
     yield Result(
         case=case,
+        metric="top1_agreement_bf16_kv",
+        value=agreement(ours, exact),
+        unit="%",
+        peer=peer,
+        peer_value=agreement(rounded, exact),
+    )
+    yield Result(
+        case=case,
         metric="top1_agreement_fp8_kv",
         value=agreement(ours_fp8, exact),
         unit="%",
