@@ -144,13 +144,7 @@ def measure(
     """Acceptance in per cent, by kind and temperature."""
     prepare, change = ABLATIONS.get(ablation, (_nothing, _nothing))
     prepare()
-    llm = start_engine(
-        model_dir,
-        duck={"draft_gate": False},
-        speculative_config={"method": "duck_mtp1"},
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-    )
+    llm = _start_ours(model_dir)
     core = llm.llm_engine.engine_core.engine_core
     change(core.model_executor.driver_worker.worker.model_runner)
     return {
@@ -162,14 +156,17 @@ def measure(
 
 def answer_each(model_dir: Path, asked: list[list[int]]) -> list[Answer]:
     """Our answers, one at a time."""
-    llm = start_engine(
+    return _answers(_start_ours(model_dir), asked)
+
+
+def _start_ours(model_dir: Path) -> Any:
+    return start_engine(
         model_dir,
         duck={"draft_gate": False},
         speculative_config={"method": "duck_mtp1"},
         enable_prefix_caching=False,
         disable_log_stats=False,
     )
-    return _answers(llm, asked)
 
 
 def _answers(llm: Any, asked: list[list[int]]) -> list[Answer]:

@@ -7,7 +7,7 @@ gap in the fp32 logits says whether it was a near-tie.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,9 @@ import numpy as np
 from benchmarks.common import MODEL_DIR, Result, main
 from benchmarks.engines import duck_logits, in_fresh_process
 from benchmarks.texts import teacher_forced_texts
+
+# Of logits [T, vocab] against exact ones.
+Measure = Callable[[np.ndarray, np.ndarray], float]
 
 # Top-1 agreement with fp8 caches that each kind should reach, per cent.
 AGREEMENT_TARGETS = {"chains": 99.5, "documentation": 98.0, "held-out text": 96.5}
@@ -25,10 +28,12 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
     texts = teacher_forced_texts(model_dir, 700 if quick else 2000)
     sequences = [sequence for kind in texts.values() for sequence in kind]
     exact, rounded = in_fresh_process(transformers_logits, model_dir, sequences)
-    ours = in_fresh_process(
-        duck_logits, model_dir, sequences, kv_cache_dtype="bfloat16"
-    )
-    ours_fp8 = in_fresh_process(duck_logits, model_dir, sequences)
+    ours = {
+        "bf16": in_fresh_process(
+            duck_logits, model_dir, sequences, kv_cache_dtype="bfloat16"
+        ),
+        "fp8": in_fresh_process(duck_logits, model_dir, sequences),
+    }
     at = 0
     for kind, group in texts.items():
         rows = slice(at, at + len(group))
@@ -37,8 +42,7 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
             kind,
             np.concatenate(exact[rows]),
             np.concatenate(rounded[rows]),
-            np.concatenate(ours[rows]),
-            np.concatenate(ours_fp8[rows]),
+            {kv: np.concatenate(logits[rows]) for kv, logits in ours.items()},
         )
 
 
@@ -46,54 +50,31 @@ def _compare(
     kind: str,
     exact: np.ndarray,
     rounded: np.ndarray,
-    ours: np.ndarray,
-    ours_fp8: np.ndarray,
+    ours: Mapping[str, np.ndarray],
 ) -> Iterator[Result]:
-    case = f"{kind}, {len(exact)} tokens"
-    peer = "transformers bf16"
-    yield Result(
-        case=case,
-        metric="logit_error_bf16_kv",
-        value=rms_error(ours, exact),
-        unit="rms",
-        peer=peer,
-        peer_value=rms_error(rounded, exact),
-        target=f"ratio <= {ERROR_RATIO_TARGET}",
-    )
-    yield Result(
-        case=case,
-        metric="logit_error_fp8_kv",
-        value=rms_error(ours_fp8, exact),
-        unit="rms",
-        peer=peer,
-        peer_value=rms_error(rounded, exact),
-    )
-    yield Result(
-        case=case,
-        metric="top1_agreement_bf16_kv",
-        value=agreement(ours, exact),
-        unit="%",
-        peer=peer,
-        peer_value=agreement(rounded, exact),
-    )
-    yield Result(
-        case=case,
-        metric="top1_agreement_fp8_kv",
-        value=agreement(ours_fp8, exact),
-        unit="%",
-        peer=peer,
-        peer_value=agreement(rounded, exact),
-        target=f">= {AGREEMENT_TARGETS[kind]} %",
-    )
-    gaps = tie_gaps(ours_fp8, exact)
-    yield Result(
-        case=case,
-        metric="worst_disagreement_gap",
-        value=float(gaps.max(initial=0.0)),
-        unit=f"logits, {len(gaps)} tokens",
-        peer=peer,
-        peer_value=float(tie_gaps(rounded, exact).max(initial=0.0)),
-    )
+    """ours: by the dtype of the KV caches."""
+
+    def result(
+        metric: str, kv: str, measure: Measure, unit: str, target: str
+    ) -> Result:
+        return Result(
+            case=f"{kind}, {len(exact)} tokens",
+            metric=f"{metric}_{kv}_kv",
+            value=measure(ours[kv], exact),
+            unit=unit,
+            peer="transformers bf16",
+            peer_value=measure(rounded, exact),
+            target=target,
+        )
+
+    for kv, logits in ours.items():
+        is_bf16 = kv == "bf16"
+        error_target = f"ratio <= {ERROR_RATIO_TARGET}" if is_bf16 else ""
+        agreement_target = "" if is_bf16 else f">= {AGREEMENT_TARGETS[kind]} %"
+        yield result("logit_error", kv, rms_error, "rms", error_target)
+        yield result("top1_agreement", kv, agreement, "%", agreement_target)
+        unit = f"logits, {len(tie_gaps(logits, exact))} tokens"
+        yield result("worst_disagreement", kv, worst_gap, unit, "")
 
 
 def rms_error(logits: np.ndarray, exact: np.ndarray) -> float:
@@ -111,6 +92,10 @@ def tie_gaps(logits: np.ndarray, exact: np.ndarray) -> np.ndarray:
     (rows,) = np.nonzero(picked != best)
     gaps: np.ndarray = exact[rows, best[rows]] - exact[rows, picked[rows]]
     return gaps
+
+
+def worst_gap(logits: np.ndarray, exact: np.ndarray) -> float:
+    return float(tie_gaps(logits, exact).max(initial=0.0))
 
 
 def transformers_logits(

@@ -56,10 +56,11 @@ def main() -> None:
 def stream(llm: LLM, request_id: str, question: str) -> tuple[int, float]:
     """Print one answer as it comes; returns its tokens after the first, and seconds."""
     messages = [{"role": "user", "content": question}]
-    text = llm.get_tokenizer().apply_chat_template(
+    tokenizer = llm.get_tokenizer()
+    prompt = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
-    token_ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    token_ids = tokenizer.encode(prompt, add_special_tokens=False)
     engine = llm.llm_engine
     engine.add_request(
         request_id,

@@ -18,7 +18,7 @@ def main() -> None:
     model = client.models.list().data[0].id
 
     completion = client.completions.create(
-        model=model, prompt='The "pass" statement', max_tokens=40, temperature=0
+        model=model, prompt='The "if" statement', max_tokens=40, temperature=0
     )
     print(f"completion: {completion.choices[0].text!r}\n")
 

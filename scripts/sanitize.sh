@@ -53,7 +53,10 @@ VLLM_DUCK_EXTENSION=_$extension VLLM_DUCK_LDFLAGS=$flags \
 
 case $extension in
 kernel) tests="kernel kernel_shards kernel_errors requantize checksums" ;;
-stream) tests="stream_fuzz wire_matrix wire_cuts wire_faults native_server native_sum crc32c" ;;
+stream)
+  tests="stream_fuzz wire_matrix wire_cuts wire_faults wire_stock_server native_server"
+  tests="$tests native_sum crc32c"
+  ;;
 esac
 
 # CPython itself leaks at exit. The C++ runtime must come right after the sanitizer's,

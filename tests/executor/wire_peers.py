@@ -4,6 +4,7 @@ import threading
 from contextlib import contextmanager
 
 import grpc
+import numpy as np
 import pytest
 
 from tests.executor.mini_model import make_info
@@ -21,12 +22,20 @@ needs_native = pytest.mark.skipif(
 )
 NATIVE = pytest.param("native", marks=needs_native)
 SERVERS = [NATIVE, "grpcio"]
-CLIENTS = [NATIVE, "grpcio", "stock"]
+# Ours; the third is a plain grpcio stub.
+BOTH_CLIENTS = [NATIVE, "grpcio"]
+CLIENTS = [*BOTH_CLIENTS, "stock"]
 
 
 def echo(request, reply_dtype):
     """What the native server's echo does: the hidden rows come back."""
     return bf16_to_f32(request.hidden) if reply_dtype == "fp32" else request.hidden
+
+
+def check_echo(fan_out, request):
+    """One call of one echo duck gives the hidden rows back."""
+    expected = bf16_to_f32(request.hidden)
+    np.testing.assert_array_equal(fan_out.start(request).result(), expected)
 
 
 @contextmanager
