@@ -193,6 +193,33 @@ def test_large_gates_of_either_sign_saturate(kernel):
     assert_same_bits(out, reference_bits(shard, *rows))
 
 
+@pytest.mark.parametrize("exponent", [14, 15, 16, 60, 110])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 20])
+def test_huge_activations_follow_the_documented_order(kernel, exponent, num_rows):
+    # The fp32 copies of activations are scaled by a power of two, if that fits.
+    rng = np.random.default_rng(11)
+    shard = make_shard(rng, scale=2.0 ** (-exponent / 2 - 10))
+    hidden, ids, weights = make_rows(rng, shard, rows=num_rows)
+    hidden[:, :100] += np.uint16(exponent << 7)
+    rows = hidden, ids, weights
+    out = shard.forward(kernel, *rows)
+    assert np.isfinite(out).all() and np.abs(out).max() > 2.0 ** (exponent / 4)
+    assert_same_bits(out, reference_bits(shard, *rows))
+
+
+@pytest.mark.parametrize("value", [0x7F80, 0xFF80, 0x7FC0], ids=["inf", "-inf", "nan"])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 20])
+def test_a_row_that_is_not_finite_shows_and_stays_alone(kernel, value, num_rows):
+    rng = np.random.default_rng(12)
+    shard = make_shard(rng)
+    hidden, ids, weights = make_rows(rng, shard, rows=num_rows + 1)
+    clean = shard.forward(kernel, hidden, ids, weights)
+    hidden[-1, 3] = value
+    out = shard.forward(kernel, hidden, ids, weights)
+    assert not np.isfinite(out[-1]).any()
+    assert_same_bits(out[:-1], clean[:-1])
+
+
 @pytest.mark.parametrize("position", [0, 1, 2, 3, 15, 16, 31])
 @pytest.mark.parametrize("num_rows", [1, 9, 20])
 def test_every_e4m3_code_is_decoded_exactly(kernel, position, num_rows):

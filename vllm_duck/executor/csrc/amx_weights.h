@@ -33,6 +33,7 @@ DUCK_INLINE void convert_k(const uint8_t* source, const uint8_t* prefetch,
 #pragma GCC unroll 8
   for (int line = 0; line < kLines; ++line) {
     prefetch_line<Avx512Simd>(prefetch + line * 64);
+    keep_order();
     __m512i pairs[4];
     decode_line<kFormat, kAnyZeroExponent>(source + line * 64, pairs);
 #pragma GCC unroll 4

@@ -27,9 +27,9 @@ constexpr int kSpareRows = 16;
 constexpr int kManyRows = 8;
 constexpr int kManyGroups = 4;
 
-// Hidden groups (of 16) that one unit of the down phase covers: a quarter of a worker's
-// share at 8 workers and hidden 7168, or as many as keep the sums in an L2 cache.
-constexpr int kDownChunk = 64;
+// Hidden groups (of 16) that one unit of the down phase covers: half of a worker's share
+// at 8 workers and hidden 7168, or as many as keep the sums in an L2 cache.
+constexpr int kDownChunk = 32;
 constexpr size_t kSumBytes = 512 << 10;
 
 int down_chunk(int num_tokens) {
@@ -91,9 +91,7 @@ void Engine::forward_rows(const Call& call) {
     y_[w].reserve(size_t(call.num_tokens) * down_chunk(call.num_tokens) * kGroup *
                   sizeof(float));
   }
-  widen_hidden(call);
-  HiddenRows hidden = {call.hidden, static_cast<float*>(hidden_fp32_.reserve(0))};
-  gate_up_phase(call, num_workers, hidden);
+  gate_up_phase(call, num_workers, widen_hidden(call));
   down_phase(call, num_workers);
 }
 
@@ -129,21 +127,23 @@ int Engine::plan(const Call& call) {
   return num_pairs;
 }
 
-void Engine::widen_hidden(const Call& call) {
-  size_t hidden = call.layer->shape().hidden;
+HiddenRows Engine::widen_hidden(const Call& call) {
+  const LayerShape& shape = call.layer->shape();
+  size_t hidden = shape.hidden;
   auto* fp32 = static_cast<float*>(
       hidden_fp32_.reserve(call.num_tokens * hidden * sizeof(float)));
-  std::vector<bool> done(call.num_tokens, false);
+  hidden_undo_.assign(call.num_tokens, 0);
   for (const auto& rows : active_) {
     if (rows.num_rows > kernels_->few_rows) continue;
     for (int r = 0; r < rows.num_rows; ++r) {
       int token = rows.tokens[r];
-      if (done[token]) continue;
-      done[token] = true;
-      for (size_t i = token * hidden; i < (token + 1) * hidden; ++i)
-        fp32[i] = bf16_to_float(call.hidden[i]);
+      if (hidden_undo_[token] != 0) continue;
+      size_t at = token * hidden;
+      hidden_undo_[token] =
+          kernels_->widen(shape.format, call.hidden + at, hidden, fp32 + at);
     }
   }
+  return {call.hidden, fp32, hidden_undo_.data()};
 }
 
 void Engine::gate_up_phase(const Call& call, int num_workers,

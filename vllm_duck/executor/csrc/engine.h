@@ -58,7 +58,7 @@ class Engine {
  private:
   void forward_rows(const Call& call);
   int plan(const Call& call);
-  void widen_hidden(const Call& call);
+  HiddenRows widen_hidden(const Call& call);
   void gate_up_phase(const Call& call, int num_workers, const HiddenRows& hidden);
   void down_phase(const Call& call, int num_workers);
   void write_out(const Call& call, const float* y, int first_column, int num_columns);
@@ -74,6 +74,7 @@ class Engine {
   int max_rows_ = 0;
   Buffer act_;
   Buffer hidden_fp32_;
+  std::vector<float> hidden_undo_;
   std::vector<Buffer> scratch_;
   std::vector<Buffer> y_;
 };

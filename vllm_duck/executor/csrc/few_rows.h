@@ -29,6 +29,12 @@ DUCK_INLINE void prefetch_line(const uint8_t* at) {
   S::prefetch_far(at + kFarBytes);
 }
 
+// What the far prefetches of a stream of weights leave out: its beginning.
+template <class S>
+DUCK_INLINE void prefetch_beginning(const uint8_t* weights) {
+  for (int at = 0; at < kFarBytes; at += 64) S::prefetch_far(weights + at);
+}
+
 // What is decoded at once: k for each of the 16 columns.
 constexpr int unit_k(Format format) {
   return format == Format::kInt4 ? 2 * kStepK : kStepK;
@@ -65,39 +71,94 @@ inline typename S::F scale_at(const SegmentScale& scale, int column) {
     return S::broadcast(scale.block);
 }
 
+// fp32 copies of activations for weights as decode_unit() gives them. Returns what the
+// products have to be multiplied with: 1, unless scaled activations would overflow.
+template <class S, Format kFormat>
+float widen(const uint16_t* from, size_t num, float* to) {
+  float scale = 1, undo = 1;
+  if constexpr (kFormat == Format::kE4m3 && S::kInputScale != 1) {
+    constexpr int kExponentBits = 7, kLimit = 127 + 14;
+    unsigned largest = 0;
+    for (size_t i = 0; i < num; ++i) {
+      unsigned magnitude = from[i] & 0x7fffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    int excess = int(largest >> kExponentBits) - kLimit;
+    if (excess > 0) undo = float_from_bits(uint32_t(127 + excess) << 23);
+    scale = S::kInputScale / undo;
+  }
+  for (size_t i = 0; i < num; ++i) to[i] = bf16_to_float(from[i]) * scale;
+  return undo;
+}
+
+// Rows of activations as widen() makes them.
+template <int R>
+struct Inputs {
+  const float* x[R];
+  float undo[R];
+};
+
+// One activation for all lanes. Zero exponents are decoded to weights of the usual
+// size.
+template <class S, Format kFormat, bool kAnyZeroExponent>
+inline typename S::F input_at(const float* at) {
+  typename S::F value = S::broadcast_from(at);
+  if constexpr (kFormat == Format::kE4m3 && kAnyZeroExponent && S::kInputScale != 1)
+    value = S::mul(value, S::broadcast(1 / S::kInputScale));
+  return value;
+}
+
+// even[r], odd[r] += unit . x[r] for the lanes of one vector of columns.
+template <class S, Format kFormat, int R, int kVectors, bool kAnyZeroExponent>
+DUCK_INLINE void unit_dot(const uint8_t* tile, int unit, int column, int v,
+                          const float* const x[], int k,
+                          typename S::F (&even)[R][kVectors],
+                          typename S::F (&odd)[R][kVectors]) {
+  constexpr int kUnitK = unit_k(kFormat);
+  typename S::F w[kUnitK];
+  decode_unit<S, kFormat, kAnyZeroExponent>(tile, unit, column, w);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const float* from = x[r] + k + unit * kUnitK;
+#pragma GCC unroll 4
+    for (int i = 0; i < kUnitK; i += 2) {
+      auto first = input_at<S, kFormat, kAnyZeroExponent>(from + i);
+      even[r][v] = S::add_exact_product(w[i], first, even[r][v]);
+      auto second = input_at<S, kFormat, kAnyZeroExponent>(from + i + 1);
+      odd[r][v] = S::add_exact_product(w[i + 1], second, odd[r][v]);
+    }
+  }
+}
+
 // acc[r][i] += tile . x[r], for lanes i of the columns from `column` on and for kTiles
-// tiles one after the other: their products do not wait for each other.
-template <class S, Format kFormat, int R, int kVectors, bool kAnyZeroExponent,
-          int kNumK, int kTiles>
+// tiles one after the other: their products do not wait for each other. Of a marked
+// tile, few units hold a zero exponent.
+template <class S, Format kFormat, int R, int kVectors, bool kMarked, int kNumK,
+          int kTiles>
 inline void tile_dot(const uint8_t* tile, int column, const float* const x[], int k,
                      typename S::F acc[R][kVectors]) {
-  constexpr int kUnitK = unit_k(kFormat);
+  constexpr int kUnits = kNumK / unit_k(kFormat);
   constexpr int kTileBytes = packed_bytes(kFormat, kGroup * kTileK);
   typename S::F even[kTiles][R][kVectors], odd[kTiles][R][kVectors];
   for (int t = 0; t < kTiles; ++t)
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kVectors; ++v) even[t][r][v] = odd[t][r][v] = S::zero();
 #pragma GCC unroll 8
-  for (int unit = 0; unit < kNumK / kUnitK; ++unit) {
+  for (int unit = 0; unit < kUnits; ++unit) {
 #pragma GCC unroll 2
     for (int t = 0; t < kTiles; ++t) {
       const uint8_t* at = tile + t * kTileBytes;
       if (column == 0) prefetch_unit<S, kFormat>(at, unit);
+      keep_order();
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        typename S::F w[kUnitK];
-        decode_unit<S, kFormat, kAnyZeroExponent>(at, unit, column + v * S::kLanes, w);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const float* from = x[r] + k + t * kTileK + unit * kUnitK;
-#pragma GCC unroll 4
-          for (int i = 0; i < kUnitK; i += 2) {
-            even[t][r][v] =
-                S::add_exact_product(w[i], S::broadcast_from(from + i), even[t][r][v]);
-            odd[t][r][v] = S::add_exact_product(
-                w[i + 1], S::broadcast_from(from + i + 1), odd[t][r][v]);
-          }
-        }
+        int lane = column + v * S::kLanes, from_k = k + t * kTileK;
+        if (kMarked && S::any_zero_exponent(at + (unit * kGroup + lane) * 4))
+          unit_dot<S, kFormat, R, kVectors, true>(at, unit, lane, v, x, from_k, even[t],
+                                                  odd[t]);
+        else
+          unit_dot<S, kFormat, R, kVectors, false>(at, unit, lane, v, x, from_k,
+                                                   even[t], odd[t]);
       }
     }
   }
@@ -107,44 +168,65 @@ inline void tile_dot(const uint8_t* tile, int column, const float* const x[], in
         acc[r][v] = S::add(acc[r][v], S::add(even[t][r][v], odd[t][r][v]));
 }
 
-// total[r][group] += scale * (segment . x[r]) for one group of 16 columns.
-template <class S, Format kFormat, int R>
-inline void segment_dot(const uint8_t* segment, int num_k, unsigned mark,
-                        const SegmentScale& scale, const float* const x[], int k,
-                        float total[R][kGroup]) {
+// total[r] += scale * (segment . x[r]) for one group of 16 columns. A function
+// of its own for segments with marked tiles: with both in one, g++ runs out of
+// registers.
+template <class S, Format kFormat, int R, bool kMarked>
+__attribute__((noinline)) void segment_dot_as(const SegmentCursor<kFormat>& cursor,
+                                              int num_k, const float* block_scale,
+                                              const Inputs<R>& inputs, int k,
+                                              float total[R][kGroup]) {
   constexpr int kVectors = R <= 2 && S::kLanes < kGroup ? 2 : 1;
-  constexpr int kTiles = R <= 2 && S::kRegisters >= 32 ? 2 : 1;
+  constexpr int kPair = R <= 2 && S::kRegisters >= 32 ? 2 : 1;
   constexpr int kTileBytes = packed_bytes(kFormat, kGroup * kTileK);
+  SegmentScale scale = cursor.scale(block_scale);
   for (int column = 0; column < kGroup; column += kVectors * S::kLanes) {
     typename S::F acc[R][kVectors];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kVectors; ++v) acc[r][v] = S::zero();
-    const uint8_t* tile = segment;
-    int num_full = num_k / kTileK;
-    for (int t = 0; t < num_full; ++t, tile += kTileBytes) {
-      int at = k + t * kTileK;
-      unsigned marks = mark >> t;
-      if (kTiles == 2 && t + 1 < num_full && (marks & 3) == 0) {
-        tile_dot<S, kFormat, R, kVectors, false, kTileK, kTiles>(tile, column, x, at,
-                                                                 acc);
-        ++t, tile += kTileBytes;
-      } else if (marks & 1) {
-        tile_dot<S, kFormat, R, kVectors, true, kTileK, 1>(tile, column, x, at, acc);
-      } else {
-        tile_dot<S, kFormat, R, kVectors, false, kTileK, 1>(tile, column, x, at, acc);
-      }
+    const uint8_t* tile = cursor.weights;
+    int at = k, left = num_k;
+    for (; left >= kPair * kTileK; left -= kPair * kTileK) {
+      tile_dot<S, kFormat, R, kVectors, kMarked, kTileK, kPair>(tile, column, inputs.x,
+                                                                at, acc);
+      at += kPair * kTileK, tile += kPair * kTileBytes;
     }
-    if (num_k % kTileK != 0)
-      tile_dot<S, kFormat, R, kVectors, true, kTileK / 2, 1>(
-          tile, column, x, k + num_full * kTileK, acc);
+    if (left >= kTileK) {
+      tile_dot<S, kFormat, R, kVectors, kMarked, kTileK, 1>(tile, column, inputs.x, at,
+                                                            acc);
+      at += kTileK, left -= kTileK, tile += kTileBytes;
+    }
+    if (left > 0)
+      tile_dot<S, kFormat, R, kVectors, kMarked, kTileK / 2, 1>(tile, column, inputs.x,
+                                                                at, acc);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kVectors; ++v) {
-        int at = column + v * S::kLanes;
-        float* out = total[r] + at;
-        typename S::F scaled = S::mul(scale_at<S, kFormat>(scale, at), acc[r][v]);
+        int lane = column + v * S::kLanes;
+        float* out = total[r] + lane;
+        typename S::F scaled = S::mul(scale_at<S, kFormat>(scale, lane), acc[r][v]);
+        if constexpr (kFormat == Format::kE4m3 && S::kInputScale != 1)
+          scaled = S::mul(S::broadcast(inputs.undo[r]), scaled);
         S::store(out, S::add(S::load(out), scaled));
       }
   }
+}
+
+template <class S, Format kFormat, int R>
+inline void segment_dot(const SegmentCursor<kFormat>& cursor, int num_k,
+                        const float* block_scale, const Inputs<R>& inputs, int k,
+                        float total[R][kGroup]) {
+  if (kFormat == Format::kE4m3 && cursor.mark() != 0)
+    segment_dot_as<S, kFormat, R, kFormat == Format::kE4m3>(cursor, num_k, block_scale,
+                                                            inputs, k, total);
+  else
+    segment_dot_as<S, kFormat, R, false>(cursor, num_k, block_scale, inputs, k, total);
+}
+
+// g++ would write `= {}` as `rep stos`, which takes as long as a third of a segment.
+template <class S, int R>
+DUCK_INLINE void clear(float total[R][kGroup]) {
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < kGroup; i += S::kLanes) S::store(&total[r][i], S::zero());
 }
 
 template <class S, Format kFormat, int R>
@@ -152,18 +234,23 @@ void gate_up_few(const ExpertRows& rows, int first_row, int group,
                  const HiddenRows& hidden) {
   const LayerShape& shape = *rows.expert.shape;
   KAxis axis = shape.gate_up_axis();
-  const uint8_t* weights = rows.expert.gate_up(group);
-  const float* x[R];
-  for (int r = 0; r < R; ++r)
-    x[r] = hidden.fp32 + size_t(rows.tokens[first_row + r]) * shape.hidden;
-  alignas(64) float total[2][R][kGroup] = {};
-  for (int s = 0; s < axis.num_segments(); ++s) {
+  auto cursor = SegmentCursor<kFormat>::gate_up(rows.expert, group);
+  const float* block_scales[2] = {rows.expert.gate_up_block_scales(group, 0),
+                                  rows.expert.gate_up_block_scales(group, 1)};
+  Inputs<R> inputs;
+  for (int r = 0; r < R; ++r) {
+    int token = rows.tokens[first_row + r];
+    inputs.x[r] = hidden.fp32 + size_t(token) * shape.hidden;
+    inputs.undo[r] = hidden.undo[token];
+  }
+  alignas(64) float total[2][R][kGroup];
+  for (auto& matrix : total) clear<S, R>(matrix);
+  for (int s = 0, num_segments = axis.num_segments(); s < num_segments; ++s) {
     int k = axis.begin(s), num_k = axis.end(s) - k;
     for (int m = 0; m < 2; ++m) {
-      segment_dot<S, kFormat, R>(weights, num_k, rows.expert.gate_up_mark(group, s, m),
-                                 rows.expert.gate_up_scale(group, s, m), x, k,
+      segment_dot<S, kFormat, R>(cursor, num_k, block_scales[m] + s, inputs, k,
                                  total[m]);
-      weights += packed_bytes(kFormat, kGroup * num_k);
+      cursor.advance(num_k);
     }
   }
   uint16_t* act = rows.act + shape.act_offset(group);
@@ -180,26 +267,28 @@ inline void add_weighted_group(float weight, const float* total, float* y) {
              S::add(S::load(y + i), S::mul(S::broadcast(weight), S::load(total + i))));
 }
 
-// `x` holds fp32 copies of the activations of rows first_row, first_row + 1, ...
+// One group of down for rows first_row, first_row + 1, ..., whose activations are
+// `inputs`.
+// Returns the cursor of the next group.
 template <class S, Format kFormat, int R>
-void down_few(const ExpertRows& rows, int first_row, int group, const float* const x[],
-              float* y, size_t y_stride) {
-  const LayerShape& shape = *rows.expert.shape;
-  KAxis axis = shape.down_axis();
-  const uint8_t* weights = rows.expert.down(group);
-  alignas(64) float total[R][kGroup] = {};
-  for (int s = 0; s < axis.num_segments(); ++s) {
-    int k = axis.begin(s), num_k = axis.end(s) - k;
-    segment_dot<S, kFormat, R>(weights, num_k, rows.expert.down_mark(group, s),
-                               rows.expert.down_scale(group, s), x,
-                               axis.padded_begin(s), total);
-    weights += packed_bytes(kFormat, kGroup * num_k);
+SegmentCursor<kFormat> down_few(const ExpertRows& rows, int first_row,
+                                SegmentCursor<kFormat> cursor, const KAxis& axis,
+                                const float* block_scales, const Inputs<R>& inputs,
+                                float* y, size_t y_stride) {
+  alignas(64) float total[R][kGroup];
+  clear<S, R>(total);
+  int padded_k = 0;
+  for (int s = 0, num_segments = axis.num_segments(); s < num_segments; ++s) {
+    int num_k = axis.end(s) - axis.begin(s);
+    segment_dot<S, kFormat, R>(cursor, num_k, block_scales + s, inputs, padded_k,
+                               total);
+    cursor.advance(num_k);
+    padded_k += ceil_div(num_k, kTileK) * kTileK;
   }
-  for (int r = 0; r < R; ++r) {
-    float* out = y + rows.tokens[first_row + r] * y_stride;
-    float weight = rows.weights[first_row + r];
-    add_weighted_group<S>(weight, total[r], out);
-  }
+  for (int r = 0; r < R; ++r)
+    add_weighted_group<S>(rows.weights[first_row + r], total[r],
+                          y + rows.tokens[first_row + r] * y_stride);
+  return cursor;
 }
 
 // Calls body(integral constant R, first row) over all rows in chunks.
@@ -224,6 +313,7 @@ inline void for_row_chunks(int num_rows, const Body& body) {
 template <class S, Format kFormat>
 void gate_up_few_all(const ExpertRows& rows, int begin, int end,
                      const HiddenRows& hidden) {
+  prefetch_beginning<S>(rows.expert.gate_up(begin));
   for (int group = begin; group < end; ++group)
     for_row_chunks<S>(rows.num_rows, [&](auto count, int first) {
       gate_up_few<S, kFormat, decltype(count)::value>(rows, first, group, hidden);
@@ -233,16 +323,31 @@ void gate_up_few_all(const ExpertRows& rows, int begin, int end,
 template <class S, Format kFormat>
 void down_few_all(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
                   float* act_fp32) {
-  int stride = rows.expert.shape->act_stride();
-  for (size_t i = 0; i < size_t(rows.num_rows) * stride; ++i)
-    act_fp32[i] = bf16_to_float(rows.act[i]);
-  for (int group = begin; group < end; ++group, y += kGroup)
+  const LayerShape& shape = *rows.expert.shape;
+  KAxis axis = shape.down_axis();
+  int stride = shape.act_stride(), column_blocks = shape.column_blocks();
+  float undo[kMaxFewRows];
+  for (int r = 0; r < rows.num_rows; ++r)
+    undo[r] = widen<S, kFormat>(rows.act + size_t(r) * stride, stride,
+                                act_fp32 + size_t(r) * stride);
+  const float* block_scales = rows.expert.down_block_scales(begin);
+  auto cursor = SegmentCursor<kFormat>::down(rows.expert, begin);
+  prefetch_beginning<S>(cursor.weights);
+  for (int group = begin; group < end; ++group, y += kGroup) {
+    auto next = cursor;
     for_row_chunks<S>(rows.num_rows, [&](auto count, int first) {
       constexpr int R = decltype(count)::value;
-      const float* x[R];
-      for (int r = 0; r < R; ++r) x[r] = act_fp32 + size_t(first + r) * stride;
-      down_few<S, kFormat, R>(rows, first, group, x, y, y_stride);
+      Inputs<R> inputs;
+      for (int r = 0; r < R; ++r) {
+        inputs.x[r] = act_fp32 + size_t(first + r) * stride;
+        inputs.undo[r] = undo[first + r];
+      }
+      next = down_few<S, kFormat, R>(rows, first, cursor, axis, block_scales, inputs, y,
+                                     y_stride);
     });
+    cursor = next;
+    if ((group + 1) * kGroup % kBlock == 0) block_scales += column_blocks;
+  }
 }
 
 }  // namespace

@@ -29,13 +29,18 @@ struct ExpertRows {
 // The call's input in both forms.
 struct HiddenRows {
   const uint16_t* bf16;  // [T][hidden]
-  const float* fp32;     // [T][hidden]; only rows of experts with few rows are filled
+  const float* fp32;     // [T][hidden] as KernelTable::widen makes them; only rows of
+                         // experts with few rows are filled
+  const float* undo;     // [T] what it returned
 };
 
 struct KernelTable {
   const char* name;
   // An expert with at most this many rows reads HiddenRows::fp32.
   int few_rows;
+  // Makes the fp32 copies of `num` bf16 activations that weights of this format want,
+  // maybe times a power of two. Returns what products have to be multiplied with.
+  float (*widen)(Format format, const uint16_t* from, size_t num, float* to);
   // Bytes of scratch that one worker needs, 64-byte aligned.
   size_t (*scratch_bytes)(const LayerShape& shape, int max_rows);
   // rows.act for column groups [begin, end).

@@ -281,8 +281,8 @@ void down_few(const ExpertRows& rows, int begin, int end, float* y, size_t y_str
                scratch, make_block, finish);
 }
 
-// For a lone row, fp32 vectors need no more instructions than the tiles' upkeep.
-constexpr int kVectorRows = 1;
+// For so few rows, fp32 vectors need no more instructions than the tiles' upkeep.
+constexpr int kVectorRows = 2;
 
 void gate_up(const ExpertRows& rows, int begin, int end, const HiddenRows& hidden,
              uint8_t* scratch) {
@@ -365,10 +365,9 @@ bool adds_in_our_order() {
 }  // namespace
 
 const KernelTable* amx_kernels() {
-  static const KernelTable table = {"amx",         kVectorRows,
-                                    scratch_bytes, gate_up,
-                                    down,          VectorKernels<Avx512Simd>::read,
-                                    tile_release};
+  using Vectors = VectorKernels<Avx512Simd>;
+  static const KernelTable table = {"amx",   kVectorRows, Vectors::widen, scratch_bytes,
+                                    gate_up, down,        Vectors::read,  tile_release};
   static const bool usable =
       cpu_has_amx_bf16() && os_grants_tiles() && adds_in_our_order();
   return usable ? &table : nullptr;

@@ -188,17 +188,25 @@ struct ExpertView {
     if (shape->format == Format::kBf16) return {1.0f, nullptr};
     if (is_grouped(shape->format))
       return {0, group_scales() + gate_up_entry(group, segment, matrix) * kGroup};
-    int block = (shape->column_phase + group * kGroup) / kBlock;
-    int row = matrix * shape->column_blocks() + block;
-    return {scales[size_t(row) * shape->hidden_blocks() + segment], nullptr};
+    return {gate_up_block_scales(group, matrix)[segment], nullptr};
   }
   DUCK_INLINE SegmentScale down_scale(int group, int segment) const {
     if (shape->format == Format::kBf16) return {1.0f, nullptr};
     if (is_grouped(shape->format))
       return {0, group_scales() + down_entry(group, segment) * kGroup};
+    return {down_block_scales(group)[segment], nullptr};
+  }
+
+  // What gate_up_scale() and down_scale() take their number from: [segment].
+  DUCK_INLINE const float* gate_up_block_scales(int group, int matrix) const {
+    int block = (shape->column_phase + group * kGroup) / kBlock;
+    int row = matrix * shape->column_blocks() + block;
+    return scales + size_t(row) * shape->hidden_blocks();
+  }
+  DUCK_INLINE const float* down_block_scales(int group) const {
     size_t blocks = size_t(shape->column_blocks()) * shape->hidden_blocks();
     size_t row = size_t(group * kGroup / kBlock) * shape->column_blocks();
-    return {scales[2 * blocks + row + segment], nullptr};
+    return scales + 2 * blocks + row;
   }
 
   // [column group][segment][gate, up]
@@ -214,6 +222,44 @@ struct ExpertView {
   // [entry][16]
   DUCK_INLINE const uint16_t* group_scales() const {
     return reinterpret_cast<const uint16_t*>(weights + shape->weight_bytes());
+  }
+};
+
+// Where the kernel is in one expert's weights. Segments lie in memory in the order in
+// which they are used, so that each is reached from the one before by additions: to ask
+// ExpertView for each would take longer than to multiply a short one.
+template <Format kFormat>
+struct SegmentCursor {
+  const uint8_t* weights;
+  const uint8_t* marks;
+  const uint16_t* column_scales;
+
+  // Of a group's first segment: gate, up, gate, up, ... or down.
+  static SegmentCursor gate_up(const ExpertView& expert, int group) {
+    return at(expert, expert.gate_up(group), expert.gate_up_entry(group, 0, 0));
+  }
+  static SegmentCursor down(const ExpertView& expert, int group) {
+    return at(expert, expert.down(group), expert.down_entry(group, 0));
+  }
+
+  DUCK_INLINE unsigned mark() const { return kFormat == Format::kE4m3 ? *marks : 0; }
+  // `block` is where the number of an e4m3 segment is.
+  DUCK_INLINE SegmentScale scale(const float* block) const {
+    if (kFormat == Format::kBf16) return {1.0f, nullptr};
+    if (is_grouped(kFormat)) return {0, column_scales};
+    return {*block, nullptr};
+  }
+  DUCK_INLINE void advance(int num_k) {
+    weights += packed_bytes(kFormat, kGroup * num_k);
+    if (kFormat == Format::kE4m3) ++marks;
+    if (is_grouped(kFormat)) column_scales += kGroup;
+  }
+
+ private:
+  static SegmentCursor at(const ExpertView& expert, const uint8_t* weights,
+                          size_t entry) {
+    return {weights, kFormat == Format::kE4m3 ? expert.marks + entry : nullptr,
+            is_grouped(kFormat) ? expert.group_scales() + entry * kGroup : nullptr};
   }
 };
 

@@ -76,7 +76,9 @@ void multiply_segment(const SegmentFloats w[2], int num_k, const SegmentScale sc
                       const float* x, size_t x_stride, int num_rows, float* total) {
   constexpr int kRows = kRowsAtOnce<S>;
   for (int row = 0; row < num_rows; row += kRows) {
-    alignas(64) float acc[kRows * 2 * kGroup] = {};
+    alignas(64) float acc[kRows * 2 * kGroup];
+    for (int i = 0; i < kRows * 2 * kGroup; i += S::kLanes)
+      S::store(acc + i, S::zero());
     for (int k = 0; k < num_k; k += kTileK)
       multiply_tile<S, kRows>(w[0] + k, w[1] + k, x + row * x_stride + k, x_stride,
                               acc);

@@ -41,17 +41,32 @@ struct Avx2Simd {
     _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1);
   }
 
+  // decode_e4m3<false> leaves the upper exponent bits zero, which saves an eighth of
+  // the instructions: it gives weights times 2^-120, not 2^-8, and wants activations
+  // times 2^112.
+  static constexpr float kInputScale = 0x1p112f;
+
   // As in PortableSimd, but with the first shifts on 16-bit halves: 5 of them make
   // two registers of bf16 pairs.
   template <bool kAnyZeroExponent>
   static void decode_e4m3(const uint8_t* at, F w[4]) {
     __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-    __m256i low = to_bf16(_mm256_slli_epi16(codes, 8));
-    __m256i high = to_bf16(codes);
-    split(low, w);
-    split(high, w + 2);
+    __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 4);
+    __m256i high = _mm256_srai_epi16(codes, 4);
+    w[0] = masked(_mm256_slli_epi32(low, 16));
+    w[1] = masked(low);
+    w[2] = masked(_mm256_slli_epi32(high, 16));
+    w[3] = masked(high);
     if (kAnyZeroExponent)
-      for (int k = 0; k < 4; ++k) w[k] = fix_zero_exponent(w[k]);
+      for (int k = 0; k < 4; ++k)
+        w[k] = fix_zero_exponent(_mm256_or_ps(w[k], _mm256_set1_ps(0x1p-15f)));
+  }
+
+  static bool any_zero_exponent(const uint8_t* at) {
+    __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    __m256i exponents = _mm256_and_si256(codes, _mm256_set1_epi8(0x78));
+    __m256i zeros = _mm256_cmpeq_epi8(exponents, _mm256_setzero_si256());
+    return !_mm256_testz_si256(zeros, zeros);
   }
 
   static void decode_bf16(const uint8_t* at, F w[2]) {
@@ -96,10 +111,10 @@ struct Avx2Simd {
     split(_mm256_unpacklo_epi8(low, high), step0);
     split(_mm256_unpackhi_epi8(low, high), step1);
   }
-  static __m256i to_bf16(__m256i high_bytes) {
-    __m256i placed = _mm256_srai_epi16(high_bytes, 4);
-    placed = _mm256_and_si256(placed, _mm256_set1_epi16(int16_t(0x87f0)));
-    return _mm256_or_si256(placed, _mm256_set1_epi16(0x3800));
+  // Sign, four exponent bits and mantissa.
+  static F masked(__m256i shifted) {
+    __m256i bits = _mm256_and_si256(shifted, _mm256_set1_epi32(int32_t(0x87f00000u)));
+    return _mm256_castsi256_ps(bits);
   }
   static void split(__m256i pairs, F w[2]) {
     w[0] = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));

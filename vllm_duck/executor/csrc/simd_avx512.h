@@ -31,6 +31,8 @@ struct Avx512Simd {
     _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1);
   }
 
+  static constexpr float kInputScale = 1;
+
   template <bool kAnyZeroExponent>
   static void decode_e4m3(const uint8_t* at, F w[4]) {
     __m512i pairs[2];
@@ -45,6 +47,10 @@ struct Avx512Simd {
     __m512i codes = _mm512_loadu_si512(at);
     pairs[0] = to_bf16<kAnyZeroExponent>(_mm512_slli_epi16(codes, 8));
     pairs[1] = to_bf16<kAnyZeroExponent>(codes);
+  }
+
+  static bool any_zero_exponent(const uint8_t* at) {
+    return _mm512_testn_epi8_mask(_mm512_loadu_si512(at), _mm512_set1_epi8(0x78)) != 0;
   }
 
   static void decode_bf16(const uint8_t* at, F w[2]) {

@@ -32,6 +32,8 @@ struct PortableSimd {
   DUCK_INLINE static void prefetch(const void* at) { __builtin_prefetch(at); }
   DUCK_INLINE static void prefetch_far(const void* at) { __builtin_prefetch(at, 0, 2); }
 
+  static constexpr float kInputScale = 1;
+
   // One dword of four e4m3 codes for each lane -> the step's four k, times 2^-8.
   template <bool kAnyZeroExponent>
   static void decode_e4m3(const uint8_t* at, F w[4]) {
@@ -42,6 +44,9 @@ struct PortableSimd {
     w[2] = widen<kAnyZeroExponent>(codes << 16);
     w[3] = widen<kAnyZeroExponent>(codes);
   }
+
+  // To look would take as long as to decode.
+  static bool any_zero_exponent(const uint8_t*) { return true; }
 
   // One dword of two bf16 for each lane.
   static void decode_bf16(const uint8_t* at, F w[2]) {

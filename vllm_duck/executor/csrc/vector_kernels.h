@@ -19,15 +19,21 @@ struct VectorKernels {
 
   static void gate_up(const ExpertRows& rows, int begin, int end,
                       const HiddenRows& hidden, uint8_t* scratch) {
-    as_format(rows, [&](auto format) {
+    as_format(rows.expert.shape->format, [&](auto format) {
       gate_up_as<decltype(format)::value>(rows, begin, end, hidden, scratch);
     });
   }
 
   static void down(const ExpertRows& rows, int begin, int end, float* y,
                    size_t y_stride, uint8_t* scratch) {
-    as_format(rows, [&](auto format) {
+    as_format(rows.expert.shape->format, [&](auto format) {
       down_as<decltype(format)::value>(rows, begin, end, y, y_stride, scratch);
+    });
+  }
+
+  static float widen(Format format, const uint16_t* from, size_t num, float* to) {
+    return as_format(format, [&](auto format) {
+      return duck::widen<S, decltype(format)::value>(from, num, to);
     });
   }
 
@@ -56,15 +62,15 @@ struct VectorKernels {
 
   // body(the experts' format as a constant).
   template <class Body>
-  static void as_format(const ExpertRows& rows, const Body& body) {
-    switch (rows.expert.shape->format) {
+  static auto as_format(Format format, const Body& body) {
+    switch (format) {
       case Format::kE4m3:
         return body(Constant<Format::kE4m3>());
       case Format::kBf16:
         return body(Constant<Format::kBf16>());
       case Format::kInt8:
         return body(Constant<Format::kInt8>());
-      case Format::kInt4:
+      default:
         return body(Constant<Format::kInt4>());
     }
   }
@@ -94,6 +100,7 @@ KernelTable vector_kernel_table(const char* name) {
   using Kernels = VectorKernels<S>;
   return {name,
           kMaxFewRows,
+          Kernels::widen,
           Kernels::scratch_bytes,
           Kernels::gate_up,
           Kernels::down,
