@@ -27,8 +27,8 @@ constexpr int kSpareRows = 16;
 constexpr int kManyRows = 8;
 constexpr int kManyGroups = 4;
 
-// Hidden groups (of 16) that one unit of the down phase covers: half of a worker's share
-// at 8 workers and hidden 7168, or as many as keep the sums in an L2 cache.
+// Hidden groups (of 16) that one unit of the down phase covers: half of a worker's
+// share at 8 workers and hidden 7168, or as many as keep the sums in an L2 cache.
 constexpr int kDownChunk = 32;
 constexpr size_t kSumBytes = 512 << 10;
 

@@ -16,7 +16,6 @@
 #include "amx_stream.h"
 #include "amx_weights.h"
 #include "silu.h"
-#include "vector_kernels.h"
 
 namespace duck {
 namespace {
@@ -284,10 +283,12 @@ void down_few(const ExpertRows& rows, int begin, int end, float* y, size_t y_str
 // For so few rows, fp32 vectors need no more instructions than the tiles' upkeep.
 constexpr int kVectorRows = 2;
 
+const KernelTable& vectors() { return *avx512_kernels(); }
+
 void gate_up(const ExpertRows& rows, int begin, int end, const HiddenRows& hidden,
              uint8_t* scratch) {
   if (rows.num_rows <= kVectorRows)
-    return VectorKernels<Avx512Simd>::gate_up(rows, begin, end, hidden, scratch);
+    return vectors().gate_up(rows, begin, end, hidden, scratch);
   if (rows.num_rows > kTileRows) return gate_up_many(rows, begin, end, hidden, scratch);
   tile_configure(rows.num_rows);
   gate_up_few(rows, begin, end, hidden, scratch);
@@ -296,7 +297,7 @@ void gate_up(const ExpertRows& rows, int begin, int end, const HiddenRows& hidde
 void down(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
           uint8_t* scratch) {
   if (rows.num_rows <= kVectorRows)
-    return VectorKernels<Avx512Simd>::down(rows, begin, end, y, y_stride, scratch);
+    return vectors().down(rows, begin, end, y, y_stride, scratch);
   if (rows.num_rows > kTileRows)
     return down_many(rows, begin, end, y, y_stride, scratch);
   tile_configure(rows.num_rows);
@@ -306,7 +307,7 @@ void down(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
 size_t scratch_bytes(const LayerShape& shape, int max_rows) {
   size_t few = Stream::kScratchBytes +
                size_t(kTileRows) * shape.gate_up_axis().padded_length() * 2;
-  size_t lone = VectorKernels<Avx512Simd>::scratch_bytes(shape, kVectorRows);
+  size_t lone = vectors().scratch_bytes(shape, kVectorRows);
   size_t many = GateUpScratch::bytes(max_rows + kTileRows) + down_scratch_bytes(shape);
   return std::max({lone, few, many});
 }
@@ -315,8 +316,7 @@ bool cpu_has_amx_bf16() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
   constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
-  return (d & kBf16) && (d & kTile) && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl");
+  return (d & kBf16) && (d & kTile);
 }
 
 // The kernel gives a process the big tile state only when asked.
@@ -365,12 +365,13 @@ bool adds_in_our_order() {
 }  // namespace
 
 const KernelTable* amx_kernels() {
-  using Vectors = VectorKernels<Avx512Simd>;
-  static const KernelTable table = {"amx",   kVectorRows, Vectors::widen, scratch_bytes,
-                                    gate_up, down,        Vectors::read,  tile_release};
-  static const bool usable =
-      cpu_has_amx_bf16() && os_grants_tiles() && adds_in_our_order();
-  return usable ? &table : nullptr;
+  static const bool usable = avx512_kernels() && cpu_has_amx_bf16() &&
+                             os_grants_tiles() && adds_in_our_order();
+  if (!usable) return nullptr;
+  static const KernelTable table = {"amx",          kVectorRows, vectors().widen,
+                                    scratch_bytes,  gate_up,     down,
+                                    vectors().read, tile_release};
+  return &table;
 }
 
 }  // namespace duck
