@@ -21,9 +21,9 @@ from tests.models.conftest import BLOCK_SIZE, PagedWorld, make_batch
 from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import configure, finish_loading
+from vllm_duck.models.host import Bits, configure, finish_loading, to_bits
 from vllm_duck.models.layer import DecoderLayer, run_layers
-from vllm_duck.models.rope import Rope
+from vllm_duck.models.rope import Rope, Rotations
 
 NUM_LAYERS = 4
 # A turn's first run finds the caches full of the other's weights.
@@ -53,6 +53,11 @@ class Step:
     hidden: Tensor
     rotations: Tensor
     batch: AttentionBatch
+
+    @property
+    def for_layers(self) -> tuple[Bits, Rotations]:
+        bits = to_bits("hidden", self.hidden, self.hidden.shape[1])
+        return bits, self.rotations.numpy()
 
 
 class TorchLayer:
@@ -111,9 +116,7 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
             step = _step(dims, rope, table, new, context)
             repeats = max(3, (60 if quick else 300) // max(1, new // 16))
             ours_us, peer_us = _best_us(
-                lambda step=step: run_layers(
-                    layers, step.hidden, step.rotations, step.batch
-                ),
+                lambda step=step: run_layers(layers, *step.for_layers, step.batch),
                 lambda step=step: [peer(step) for peer in peers],
                 repeats,
             )
@@ -168,7 +171,7 @@ def _fill(
         return
     step = _step(dims, rope, table, context, 0)
     for layer, peer in zip(layers, peers, strict=True):
-        layer.start(step.hidden, step.rotations, step.batch)
+        layer.start(*step.for_layers, step.batch)
         peer(step)
 
 

@@ -14,29 +14,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from benchmarks.common import end_with_parent
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
     DuckInfo,
-    MoeRequest,
-    Partial,
-    ReplyDtype,
     Shard,
 )
+from vllm_duck.executor.native_server import NativeDuckServer
 from vllm_duck.executor.process import (
     resident_bytes,
     set_thread_cpus,
     thread_cpus,
 )
 from vllm_duck.executor.security import ServerSecurity
-from vllm_duck.executor.server import DuckServer
 
 _PR_SET_TIMERSLACK = 29
 
@@ -85,6 +81,58 @@ def paced_duck(
             process.wait()
 
 
+class _ForwardCall(ctypes.Structure):
+    """As in csrc/compute.h."""
+
+    _fields_ = (
+        ("layer_idx", ctypes.c_uint32),
+        ("num_rows", ctypes.c_uint32),
+        ("hidden_size", ctypes.c_uint32),
+        ("num_topk", ctypes.c_uint32),
+        ("hidden", ctypes.c_void_p),
+        ("topk_ids", ctypes.c_void_p),
+        ("topk_weights", ctypes.c_void_p),
+        ("out_fp32", ctypes.c_void_p),
+        ("out_bf16", ctypes.c_void_p),
+    )
+
+
+_Forward = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.POINTER(_ForwardCall),
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+)
+
+
+class _Compute(ctypes.Structure):
+    _fields_ = (("context", ctypes.c_void_p), ("forward", _Forward))
+
+
+_CAPSULE_NAME = b"vllm_duck.Compute"
+_OK = 1
+
+
+def _capsule(answer: Callable[[_ForwardCall], None]) -> object:
+    """`answer` as what a native server computes with; for the life of the process."""
+
+    def forward(_context: object, call: Any, _error: object, _size: int) -> int:
+        answer(call[0])
+        return _OK
+
+    compute = _Compute(None, _Forward(forward))
+    _kept.append(compute)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    capsule: object = new(ctypes.addressof(compute), _CAPSULE_NAME, None)
+    return capsule
+
+
+_kept: list[_Compute] = []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -112,14 +160,19 @@ def main() -> None:
         resident_bytes=resident_bytes(),
     )
 
-    def sleep(request: MoeRequest, reply_dtype: ReplyDtype) -> Partial:
+    def sleep(call: _ForwardCall) -> None:
         time.sleep(pace.call_s)
-        dtype = np.uint16 if reply_dtype == "bf16" else np.float32
-        return np.zeros(request.hidden.shape, dtype)
+        count = call.num_rows * call.hidden_size
+        if call.out_fp32:
+            ctypes.memset(call.out_fp32, 0, 4 * count)
+        else:
+            ctypes.memset(call.out_bf16, 0, 2 * count)
 
     # It holds nothing worth a token.
     security = ServerSecurity(is_insecure=True)
-    server = DuckServer(sleep, info, listen=args.listen, security=security)
+    server = NativeDuckServer(
+        _capsule(sleep), info, listen=args.listen, security=security
+    )
     server.start()
     print("ready", flush=True)
     while True:

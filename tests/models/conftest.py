@@ -6,7 +6,9 @@ from contextlib import contextmanager
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from vllm_duck.models.attention import SparseAttention
 from vllm_duck.models.batch import AttentionBatch, plan_batch
+from vllm_duck.models.host import from_bits, to_bits
 from vllm_duck.models.kv_cache import PagedCache
 
 BLOCK_SIZE = 16
@@ -34,6 +36,18 @@ class PagedWorld:
             size = (self.num_blocks, 1, BLOCK_SIZE, cache.format.token_bytes)
             # NaN in every format: what is not written must not matter.
             cache.bind_kv_cache(torch.full(size, 0xFF, dtype=torch.uint8))
+
+
+def run_attention(
+    attention: SparseAttention,
+    hidden: torch.Tensor,
+    rotations: torch.Tensor,
+    batch: AttentionBatch,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block on tensors: residual and normed [T, H] bf16."""
+    rows = to_bits("hidden", hidden, attention.dims.hidden_size)
+    residual, normed = attention(rows, rotations.numpy(), batch)
+    return from_bits(residual), from_bits(normed)
 
 
 def make_batch(

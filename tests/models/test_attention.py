@@ -9,7 +9,12 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32RotaryEmbedding,
 )
 
-from tests.models.conftest import BLOCK_SIZE, PagedWorld, make_batch
+from tests.models.conftest import (
+    BLOCK_SIZE,
+    PagedWorld,
+    make_batch,
+    run_attention,
+)
 from vllm_duck.models.attention import SparseAttention
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import finish_loading
@@ -112,7 +117,7 @@ def oracle_forward(oracle, config, hidden):
 def attend(ours, hidden, rotations, batch):
     """The block's output without its residual, [T, H] fp32."""
     with torch.inference_mode():
-        residual, _ = ours(hidden, rotations, batch)
+        residual, _ = run_attention(ours, hidden, rotations, batch)
     return residual.float() - hidden.float()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models import torch_host
-from tests.models.conftest import BLOCK_SIZE, make_batch
+from tests.models.conftest import BLOCK_SIZE, make_batch, run_attention
 from tests.models.test_attention import TOPK, make_config, make_pair
 from vllm_duck.errors import DuckConfigError, DuckShapeError
 from vllm_duck.models import _host
@@ -103,7 +103,7 @@ def run_modules(modules, x):
     return [
         bits(norm(x)),
         torch.from_numpy(mlp(numpy_bits(x))),
-        bits(mlp.add_to(x, numpy_bits(x))),
+        torch.from_numpy(mlp.add_to(numpy_bits(x), numpy_bits(x))),
         torch.from_numpy(ids),
         torch.from_numpy(weights),
     ]
@@ -217,9 +217,8 @@ class Session:
         return dict(enumerate(out.split(counts)))
 
     def _attend(self, hidden, rotations, batch):
-        residual, normed = self.ours(hidden, rotations, batch)
-        normed = torch.from_numpy(normed.view(np.int16))
-        return torch.cat([bits(residual), normed], 1)
+        outs = run_attention(self.ours, hidden, rotations, batch)
+        return torch.cat(list(map(bits, outs)), 1)
 
 
 def feed(ours, world, sequences, steps, **options):
@@ -259,7 +258,7 @@ def test_padding_rows_change_nothing_and_attend_to_nothing():
     hidden = torch.randn(3, 128).bfloat16()
     batch = make_batch([1], [71], torch.arange(5)[None])
     rotations = Rope(ours.dims.rope, 32).rotations(torch.tensor([70, 0, 0]))
-    residual, _ = ours(hidden, rotations, batch)
+    residual, _ = run_attention(ours, hidden, rotations, batch)
     assert torch.equal(residual[1:], hidden[1:])
 
 
@@ -315,7 +314,7 @@ def test_many_heads_match_the_reference(name, kv_dtype):
     )
     expected, _ = reference(hidden.float(), rotations, batch)
     with all_threads(2, name):
-        residual, _ = ours(hidden, rotations, batch)
+        residual, _ = run_attention(ours, hidden, rotations, batch)
     errors = (residual.float() - expected).norm(dim=1)
     errors /= (expected - hidden.float()).norm(dim=1)
     # Roundings of queries and weights to bf16; near-ties of the selection in a few.

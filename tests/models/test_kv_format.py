@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.models import torch_host
-from tests.models.conftest import BLOCK_SIZE, make_batch
+from tests.models.conftest import BLOCK_SIZE, make_batch, run_attention
 from tests.models.test_attention import make_config, make_pair
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.models.kv_format import IndexFormat, LatentFormat
@@ -33,7 +33,7 @@ def write_tokens(kv_dtype, num_tokens=40):
     table = torch.arange(8)[None].flip(1)
     batch = make_batch([num_tokens], [num_tokens], table)
     rotations = Rope(ours.dims.rope, 32).rotations(torch.arange(num_tokens))
-    ours(hidden, rotations, batch)
+    run_attention(ours, hidden, rotations, batch)
     weights = {name: p.data for name, p in oracle.named_parameters()}
     weights["input_layernorm.weight"] = torch.ones(config.hidden_size)
     weights["post_attention_layernorm.weight"] = torch.ones(config.hidden_size)

@@ -2,14 +2,16 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
-from tests.models.conftest import BLOCK_SIZE, make_batch
+from tests.models.conftest import BLOCK_SIZE, make_batch, run_attention
 from tests.models.test_attention import make_config
 from tests.models.test_host import make_pair
 from vllm_duck.models import lanes
 from vllm_duck.models.batch import AttentionBatch
+from vllm_duck.models.host import from_bits, to_bits
 from vllm_duck.models.lanes import Split, split
 from vllm_duck.models.rope import Rope
 
@@ -73,11 +75,11 @@ def test_a_reader_of_blocks_written_in_this_step_is_in_the_last_lane():
     halves = split(reader_first, 50)
     assert cuts_of(halves) == [[25], [10, 15]]
     assert halves.batches[0].requests[0].first_visible == 1
-    rows = torch.arange(50)
+    rows = np.arange(50)
     first, second = halves.part(rows)
     assert first.tolist() == list(range(10, 35))
     assert second.tolist() == [*range(10), *range(35, 50)]
-    assert torch.equal(halves.join(first, second), rows)
+    assert np.array_equal(halves.join(first, second), rows)
 
 
 def test_blocks_of_earlier_steps_are_no_reason_to_wait():
@@ -88,9 +90,12 @@ def test_blocks_of_earlier_steps_are_no_reason_to_wait():
 
 def _first_layer_of_two(halves, hidden, rotations, ours) -> torch.Tensor:
     parts = zip(
-        halves.part(hidden), halves.part(rotations), halves.batches, strict=True
+        halves.part(to_bits("hidden", hidden, 128)),
+        halves.part(rotations.numpy()),
+        halves.batches,
+        strict=True,
     )
-    return halves.join(*(ours(*part)[0] for part in parts))
+    return from_bits(halves.join(*(ours(*part)[0] for part in parts)))
 
 
 def test_without_the_guard_a_reader_would_see_unwritten_keys(monkeypatch):
@@ -105,7 +110,7 @@ def test_without_the_guard_a_reader_would_see_unwritten_keys(monkeypatch):
     def attended(divided):
         world.allocate()
         if divided is None:
-            return ours(hidden, rotations, batch)[0]
+            return run_attention(ours, hidden, rotations, batch)[0]
         return _first_layer_of_two(divided, hidden, rotations, ours)
 
     whole = attended(None)
@@ -121,9 +126,9 @@ def test_random_steps_are_divided_soundly():
         halves = split(batch, batch.num_tokens)
         if isinstance(halves, str):
             continue
-        rows = torch.arange(batch.num_tokens)
+        rows = np.arange(batch.num_tokens)
         parts = halves.part(rows)
-        assert torch.equal(halves.join(*parts), rows)
+        assert np.array_equal(halves.join(*parts), rows)
         assert [len(part) for part in parts] == [b.num_tokens for b in halves.batches]
         # What a lane sees was written by then: a row's own slot, or an earlier lane's.
         written_at = {}

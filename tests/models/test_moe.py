@@ -10,7 +10,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 from tests.models import torch_host
 from tests.models.test_attention import make_config
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import finish_loading
+from vllm_duck.models.host import finish_loading, from_bits
 from vllm_duck.models.moe import RemoteMoe, Router
 
 
@@ -97,7 +97,7 @@ def test_proxy_sends_the_bits_and_adds_the_shared_expert():
     moe.ducks = _RecordingDucks()
     hidden = torch.randn(5, config.hidden_size).bfloat16()
     residual = torch.randn(5, config.hidden_size).bfloat16()
-    got = moe.start(bits(hidden), residual).result()
+    got = from_bits(moe.start(bits(hidden), bits(residual)).result())
     request = moe.ducks.request
     assert request.layer_idx == 7
     assert np.array_equal(request.hidden, bits(hidden))

@@ -132,7 +132,7 @@ class NativeFanOut:
 class NativePendingSum:
     """One request in flight at all ducks."""
 
-    __slots__ = ("_fan_out", "_sent_ns", "_shape", "_ticket")
+    __slots__ = ("_fan_out", "_is_over", "_sent_ns", "_shape", "_ticket")
 
     def __init__(
         self, fan_out: NativeFanOut, ticket: object, shape: tuple[int, int]
@@ -140,6 +140,7 @@ class NativePendingSum:
         self._fan_out = fan_out
         self._ticket = ticket
         self._shape = shape
+        self._is_over = False
         self._sent_ns = time.perf_counter_ns()
 
     def is_done(self) -> bool:
@@ -157,7 +158,8 @@ class NativePendingSum:
 
     def times(self) -> CallTimes:
         """Wait for all ducks; how long they took until this host looked."""
-        self._wait(None)
+        if not self._is_over:
+            self._wait(None)
         return CallTimes(self._sent_ns, *_stream.ticket_times(self._ticket))
 
     def result(self) -> npt.NDArray[np.float32]:
@@ -174,3 +176,4 @@ class NativePendingSum:
         failure = _stream.ticket_wait(self._ticket, total)
         if failure is not None:
             raise self._fan_out.error(*failure)
+        self._is_over = True

@@ -12,17 +12,11 @@ from torch import Tensor
 from vllm_duck.models import _host
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import Handle, HostModule, current, require_rows
+from vllm_duck.models.host import Bits, Handle, HostModule, current
 from vllm_duck.models.kv_cache import IndexCache, LatentCache
 from vllm_duck.models.kv_format import IndexFormat, KvDtype, LatentFormat
-from vllm_duck.models.linear import (
-    Bits,
-    Norm,
-    StackedRows,
-    floats,
-    weight_parameter,
-)
-from vllm_duck.models.rope import half_split_to_interleaved, softmax_scale
+from vllm_duck.models.linear import Norm, StackedRows, floats, weight_parameter
+from vllm_duck.models.rope import Rotations, half_split_to_interleaved, softmax_scale
 
 INDEX_NORM_EPS = 1e-6
 
@@ -73,28 +67,27 @@ class SparseAttention(HostModule):
         self.packed: Handle
 
     def forward(
-        self, hidden: Tensor, rotations: Tensor, batch: AttentionBatch
-    ) -> tuple[Tensor, Bits]:
+        self, hidden: Bits, rotations: Rotations, batch: AttentionBatch
+    ) -> tuple[Bits, Bits]:
         """Attend the batch's tokens; they are the first of the T rows.
 
-        hidden [T, H] bf16, rotations [T, 1, R / 2] complex64
-        -> residual [T, H] bf16, normed [T, H] bf16 bits. Rows beyond the batch are
+        hidden [T, H] bf16 bits, rotations [T, 1, R / 2]
+        -> residual [T, H] and normed [T, H], bf16 bits. Rows beyond the batch are
         padding: their attention is 0.
         """
-        hidden = require_rows("hidden", hidden, self.dims.hidden_size)
+        assert hidden.shape[1] == self.dims.hidden_size
         assert batch.num_tokens <= hidden.shape[0] == rotations.shape[0]
-        residual = torch.empty_like(hidden)
-        normed = np.empty(hidden.shape, np.uint16)
+        residual, normed = np.empty_like(hidden), np.empty_like(hidden)
         _host.attend(
             current(),
             self.packed,
             batch.handle,
             hidden.shape[0],
-            hidden.data_ptr(),
-            rotations.data_ptr(),
+            hidden,
+            rotations,
             self.latent_cache.address,
             self.index_cache.address,
-            residual.data_ptr(),
+            residual,
             normed,
         )
         return residual, normed

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm_duck.config import DuckConfig
 from vllm_duck.models.batch import current_batch
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import finish_loading
+from vllm_duck.models.host import finish_loading, from_bits, to_bits
 from vllm_duck.models.lanes import LanePolicy, run_in_lanes
 from vllm_duck.models.layer import DecoderLayer, run_layers
 from vllm_duck.models.linear import Norm
@@ -39,20 +39,21 @@ class Trunk(nn.Module):
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """hidden [T, H] embeddings, positions [T] int64 -> [T, H], normed."""
         layers = cast(list[DecoderLayer], list(self.layers))
-        rotations = self.rope.rotations(positions)
+        rotations = self.rope.rotations(positions).numpy()
         batch = current_batch(layers[0].attention.latent_cache.prefix)
+        bits = to_bits("hidden", hidden, self.norm.weight.shape[0])
         # Dense layers have nothing to wait for: all rows at once read the weights once.
         dense_layers = layers[: self.num_dense_layers]
-        hidden = run_layers(dense_layers, hidden, rotations, batch)
-        hidden = run_in_lanes(
+        bits = run_layers(dense_layers, bits, rotations, batch)
+        bits = run_in_lanes(
             layers[self.num_dense_layers :],
-            hidden,
+            bits,
             rotations,
             batch,
             policy=self.lane_policy,
             meter=self.meter,
         )
-        return self.norm(hidden)
+        return self.norm(from_bits(bits))
 
 
 class DeepseekV32ForCausalLM(nn.Module):

@@ -11,16 +11,20 @@ A split is sound because of three things, pinned by tests:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from vllm_duck.models.batch import AttentionBatch
+from vllm_duck.models.host import Bits
 from vllm_duck.models.layer import DecoderLayer, PendingLayer
 from vllm_duck.models.overlap import LaneTimes, OverlapMeter, StepRecord
+from vllm_duck.models.rope import Rotations
 from vllm_duck.models.schedule import run_lanes
 from vllm_duck.models.two_ways import TwoWays
+
+Rows = npt.NDArray[Any]
 
 # Why a step that could be divided is not.
 SLOWER = "lanes measured slower"
@@ -53,21 +57,21 @@ class Split:
 
     batches: tuple[AttentionBatch, AttentionBatch]
     # Rows of the first lane, then of the second; None if that is the order they have.
-    order: Tensor | None
+    order: npt.NDArray[np.int64] | None
 
-    def part(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def part(self, rows: Rows) -> tuple[Rows, Rows]:
         """rows [T, ...] of the step -> of the first lane, of the second."""
         if self.order is not None:
             rows = rows[self.order]
         num_first = self.batches[0].num_tokens
         return rows[:num_first], rows[num_first:]
 
-    def join(self, first: Tensor, second: Tensor) -> Tensor:
+    def join(self, first: Rows, second: Rows) -> Rows:
         """The inverse of `part`."""
-        joined = torch.cat([first, second])
+        joined = np.concatenate([first, second])
         if self.order is None:
             return joined
-        rows = torch.empty_like(joined)
+        rows = np.empty_like(joined)
         rows[self.order] = joined
         return rows
 
@@ -124,7 +128,7 @@ def _same_step_readers(batch: AttentionBatch) -> set[int]:
     return readers
 
 
-def _order(counts: Sequence[int], cuts: Sequence[int]) -> Tensor | None:
+def _order(counts: Sequence[int], cuts: Sequence[int]) -> npt.NDArray[np.int64] | None:
     first: list[int] = []
     second: list[int] = []
     row = 0
@@ -133,19 +137,19 @@ def _order(counts: Sequence[int], cuts: Sequence[int]) -> Tensor | None:
         second += range(row + cut, row + count)
         row += count
     order = first + second
-    return None if order == list(range(row)) else torch.tensor(order)
+    return None if order == list(range(row)) else np.array(order)
 
 
 def run_in_lanes(
     layers: Sequence[DecoderLayer],
-    hidden: Tensor,
-    rotations: Tensor,
+    hidden: Bits,
+    rotations: Rotations,
     batch: AttentionBatch,
     *,
     policy: LanePolicy,
     meter: OverlapMeter,
-) -> Tensor:
-    """hidden [T, H], rotations [T, ...] through the layers, in two lanes if it pays.
+) -> Bits:
+    """hidden [T, H] bits through the layers, in two lanes if it pays.
 
     Serially it is one lane: the same functions, the same bits.
     """
@@ -187,8 +191,8 @@ class LayerLane:
     def __init__(
         self,
         layers: Sequence[DecoderLayer],
-        hidden: Tensor,
-        rotations: Tensor,
+        hidden: Bits,
+        rotations: Rotations,
         batch: AttentionBatch,
         times: LaneTimes,
     ) -> None:

@@ -5,15 +5,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor, nn
 
 from vllm_duck.executor.duck import CallTimes
 from vllm_duck.models.attention import SparseAttention
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.models.host import Bits
 from vllm_duck.models.kv_format import KvDtype
 from vllm_duck.models.linear import Mlp
 from vllm_duck.models.moe import RemoteMoe
+from vllm_duck.models.rope import Rotations
 
 
 class PendingLayer(Protocol):
@@ -23,8 +27,8 @@ class PendingLayer(Protocol):
         """Whether result() would return or raise at once."""
         ...
 
-    def result(self) -> Tensor:
-        """Wait for stage 1; the layer's output [T, H] bf16."""
+    def result(self) -> Bits:
+        """Wait for stage 1; the layer's output [T, H] bf16 bits."""
         ...
 
     def times(self) -> CallTimes:
@@ -36,12 +40,12 @@ class PendingLayer(Protocol):
 class DoneLayer:
     """A dense layer has no second stage."""
 
-    hidden: Tensor
+    hidden: Bits
 
     def is_done(self) -> bool:
         return True
 
-    def result(self) -> Tensor:
+    def result(self) -> Bits:
         return self.hidden
 
     def times(self) -> CallTimes:
@@ -62,12 +66,12 @@ class DecoderLayer(nn.Module):
 
     def start(
         self,
-        hidden: Tensor,
-        rotations: Tensor,
+        hidden: Bits,
+        rotations: Rotations,
         batch: AttentionBatch,
-        wanted: Tensor | None = None,
+        wanted: npt.NDArray[np.int64] | None = None,
     ) -> PendingLayer:
-        """Stage 0: hidden [T, H] through attention, router and shared expert.
+        """Stage 0: hidden [T, H] bits through attention, router and shared expert.
 
         Stage 1 is `.result()`: it waits for the ducks and returns the layer's output.
         wanted: the rows [W] to compute it for; by default all. The keys of all rows
@@ -75,7 +79,7 @@ class DecoderLayer(nn.Module):
         """
         residual, normed = self.attention(hidden, rotations, batch)
         if wanted is not None:
-            residual, normed = residual[wanted], normed[wanted.numpy()]
+            residual, normed = residual[wanted], normed[wanted]
         if isinstance(self.mlp, RemoteMoe):
             return self.mlp.start(normed, residual)
         return DoneLayer(self.mlp.add_to(residual, normed))
@@ -92,10 +96,10 @@ class DecoderLayer(nn.Module):
 
 def run_layers(
     layers: Iterable[DecoderLayer],
-    hidden: Tensor,
-    rotations: Tensor,
+    hidden: Bits,
+    rotations: Rotations,
     batch: AttentionBatch,
-) -> Tensor:
+) -> Bits:
     """The serial schedule: each layer's ducks are awaited before the next layer."""
     for layer in layers:
         hidden = layer.start(hidden, rotations, batch).result()

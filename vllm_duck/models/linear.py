@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm_duck.models import _host
-from vllm_duck.models.host import Handle, HostModule, current, require_rows
+from vllm_duck.models.host import Bits, Handle, HostModule, current, require_rows
 
-Bits = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 
 
@@ -122,11 +121,10 @@ class Mlp(HostModule):
         _host.mlp(current(), self.packed, x.shape[0], x, 0, out)
         return out
 
-    def add_to(self, residual: Tensor, x: Bits) -> Tensor:
-        """residual [T, H] bf16 plus the MLP of x, rounded once."""
-        out = torch.empty_like(residual)
-        residual_at, out_at = residual.data_ptr(), out.data_ptr()
-        _host.mlp(current(), self.packed, x.shape[0], x, residual_at, out_at)
+    def add_to(self, residual: Bits, x: Bits) -> Bits:
+        """residual [T, H] bf16 bits plus the MLP of x, rounded once."""
+        out = np.empty_like(residual)
+        _host.mlp(current(), self.packed, x.shape[0], x, residual, out)
         return out
 
     def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from vllm_duck.executor.duck import CallTimes, MoeRequest
 from vllm_duck.models import _host
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import Handle, HostModule, current
-from vllm_duck.models.linear import Bits, Floats, Mlp, weight_parameter
+from vllm_duck.models.host import Bits, Handle, HostModule, current
+from vllm_duck.models.linear import Floats, Mlp, weight_parameter
 
 
 class PendingSum(Protocol):
@@ -88,7 +88,7 @@ class Router(HostModule):
 class PendingMoe:
     """An MoE layer whose routed part is at the ducks; the shared part is done."""
 
-    residual: Tensor
+    residual: Bits
     shared: Floats
     routed: PendingSum
 
@@ -98,13 +98,12 @@ class PendingMoe:
     def times(self) -> CallTimes:
         return self.routed.times()
 
-    def result(self) -> Tensor:
-        """Wait for the ducks; returns the layer's output [T, H] bf16, rounded once."""
+    def result(self) -> Bits:
+        """Wait for the ducks; the layer's output [T, H] bf16 bits, rounded once."""
         routed = np.ascontiguousarray(self.routed.result(), np.float32)
         assert routed.shape == self.shared.shape, routed.shape
-        out = torch.empty_like(self.residual)
-        residual_at, out_at = self.residual.data_ptr(), out.data_ptr()
-        _host.add(current(), out.numel(), residual_at, self.shared, routed, out_at)
+        out = np.empty_like(self.residual)
+        _host.add(current(), out.size, self.residual, self.shared, routed, out)
         return out
 
 
@@ -121,7 +120,7 @@ class RemoteMoe(nn.Module):
         # The worker hands the ducks over before the first forward.
         self.ducks: Ducks
 
-    def start(self, hidden: Bits, residual: Tensor) -> PendingMoe:
+    def start(self, hidden: Bits, residual: Bits) -> PendingMoe:
         """Send hidden [T, H] bf16 bits to the ducks, then run the shared expert."""
         ids, weights = self.router(hidden)
         routed = self.ducks.start(

@@ -17,7 +17,7 @@ from vllm_duck.config import DuckConfig
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.models.batch import AttentionBatch, current_batch
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import finish_loading
+from vllm_duck.models.host import finish_loading, from_bits, to_bits
 from vllm_duck.models.layer import DecoderLayer
 from vllm_duck.models.linear import Linear, Norm
 from vllm_duck.models.lm_head import LmHead
@@ -103,9 +103,15 @@ class DeepseekV32Mtp(nn.Module):
         joined = torch.cat(
             [self.embed_norm(inputs_embeds), self.hidden_norm(hidden_states)], -1
         )
-        rotations = self.rope.rotations(positions)
+        rotations = self.rope.rotations(positions).numpy()
         projected = self.projection(joined)
-        return self.layer.start(projected, rotations, batch, wanted).result()
+        pending = self.layer.start(
+            to_bits("projected", projected, self.dims.hidden_size),
+            rotations,
+            batch,
+            None if wanted is None else wanted.numpy(),
+        )
+        return from_bits(pending.result())
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         assert self.lm_head is not None
