@@ -2,6 +2,8 @@
 
 import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,42 @@ import numpy as np
 from benchmarks.acceptance import make_prompts
 from benchmarks.common import MODEL_DIR
 from benchmarks.engines import start_engine
+from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.duck import Shard
+from vllm_duck.executor.fleet import Fleet
+from vllm_duck.executor.in_process import InProcessDuck
+from vllm_duck.executor.kernel import MoeKernel
+from vllm_duck.executor.loader import load_shard
+from vllm_duck.executor.local import LocalDucks
+from vllm_duck.executor.shard_moe import ShardMoe
+from vllm_duck.executor.transport import Transport
 from vllm_duck.models.overlap import Overlap, OverlapMeter
 
 PREFILL_TOKENS = 2048
 MAX_ANSWER = 200
+
+
+def fleet_in_process(model_dir: Path) -> Fleet:
+    """The ducks' kernel in this process, on one thread."""
+    checkpoint = Checkpoint(model_dir)
+    model = checkpoint.summary
+    whole = Shard(0, model.moe_intermediate_size, 0, model.n_routed_experts)
+    loaded = load_shard(checkpoint, whole, show_progress=False)
+    kernel = ShardMoe(loaded, MoeKernel(num_threads=1, pin=False))
+    return Fleet([InProcessDuck(kernel, kernel.info)])
+
+
+@contextmanager
+def one_duck(model_dir: Path, transport: Transport) -> Iterator[Fleet]:
+    """A local duck of one thread, and the way to it."""
+    flags = [f"--transport={transport}"]
+    with (
+        LocalDucks.start(
+            model_dir, num_ducks=1, num_threads=1, serve_flags=flags
+        ) as ducks,
+        Fleet.connect(ducks.endpoints, transport=transport) as fleet,
+    ):
+        yield fleet
 
 
 class Engine:
@@ -58,23 +92,6 @@ class Engine:
         from vllm_duck.models.lanes import LanePolicy
 
         self.runner.model.model.lane_policy = LanePolicy(overlaps=True)
-
-    def compute_inside(self, model_dir: Path) -> None:
-        """Put the ducks' kernel into this process."""
-        from vllm_duck.executor.checkpoint import Checkpoint
-        from vllm_duck.executor.duck import Shard
-        from vllm_duck.executor.fleet import Fleet
-        from vllm_duck.executor.in_process import InProcessDuck
-        from vllm_duck.executor.kernel import MoeKernel
-        from vllm_duck.executor.loader import load_shard
-        from vllm_duck.executor.shard_moe import ShardMoe
-
-        checkpoint = Checkpoint(model_dir)
-        model = checkpoint.summary
-        whole = Shard(0, model.moe_intermediate_size, 0, model.n_routed_experts)
-        loaded = load_shard(checkpoint, whole, show_progress=False)
-        kernel = ShardMoe(loaded, MoeKernel(num_threads=1, pin=False))
-        self.runner.attach_ducks(Fleet([InProcessDuck(kernel, kernel.info)]))
 
     def decode(self, num_tokens: int, *, batch: int = 1) -> dict[str, float]:
         """Tokens a second behind the prompts, and the lanes' figures of those steps.
