@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks.common import MODEL_DIR, Result, main
 from benchmarks.engines import in_fresh_process, start_engine
 
@@ -245,8 +247,6 @@ def _nothing(runner: Any = None) -> None:
 
 def _only_the_newest_row(runner: Any) -> None:
     """Run each MTP row as a sequence of its own, in the block that vLLM never uses."""
-    import torch
-
     from vllm_duck.models.batch import AttentionBatch, RequestRows
     from vllm_duck.models.layer import DoneLayer
 
@@ -257,12 +257,12 @@ def _only_the_newest_row(runner: Any) -> None:
     def start_alone(hidden: Any, rotations: Any, batch: Any, wanted: Any) -> Any:
         own = AttentionBatch(
             requests=(RequestRows(num_rows=1, first_visible=1),),
-            slots=torch.zeros(1, dtype=torch.int64),
-            block_table=torch.zeros(1, 1, dtype=torch.int32),
+            slots=np.zeros(1, np.int64),
+            block_table=np.zeros((1, 1), np.int32),
             block_size=block_size,
         )
-        rows = zip(hidden[wanted].split(1), rotations[wanted].split(1), strict=True)
-        return DoneLayer(torch.cat([start(h, r, own).result() for h, r in rows]))
+        outs = [start(hidden[[i]], rotations[[i]], own).result() for i in wanted]
+        return DoneLayer(np.concatenate(outs))
 
     layer.start = start_alone
 
@@ -332,8 +332,8 @@ def _append(
     positions = runner.positions[row : row + 1]
     batch = AttentionBatch(
         requests=(RequestRows(num_rows=1, first_visible=int(positions) + 1),),
-        slots=common.slot_mapping[row : row + 1],
-        block_table=common.block_table_tensor[req_idx : req_idx + 1],
+        slots=common.slot_mapping[row : row + 1].numpy(),
+        block_table=common.block_table_tensor[req_idx : req_idx + 1].numpy(),
         block_size=runner.cache_config.block_size,
     )
     prefix = mtp.layer.attention.latent_cache.prefix

@@ -3,12 +3,16 @@
 MoE layers in the bundled model's sizes with random weights, one after the other as in
 a step, so that their weights do not stay in the L2 cache; the ducks answer at once.
 The peer is the same layer in torch (bf16, oneDNN), on the same number of threads.
+
+And what two lanes add to a pair: all that is not stage 0 of a step in lanes, which is
+the split, the order of the stages, the tickets and adding up.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -18,14 +22,17 @@ from transformers import DeepseekV32Config
 from benchmarks.common import MODEL_DIR, Result, main
 from tests.models import torch_host
 from tests.models.conftest import BLOCK_SIZE, PagedWorld, make_batch
-from vllm_duck.executor.duck import MoeRequest
+from vllm_duck.executor.duck import CallTimes, MoeRequest
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import Bits, configure, finish_loading, to_bits
+from vllm_duck.models.lanes import LanePolicy, run_in_lanes
 from vllm_duck.models.layer import DecoderLayer, run_layers
+from vllm_duck.models.overlap import OverlapMeter
 from vllm_duck.models.rope import Rope, Rotations
 
 NUM_LAYERS = 4
+REAL_LAYERS = 58
 # A turn's first run finds the caches full of the other's weights.
 RUNS_PER_TURN = 3
 # (new tokens, context behind them)
@@ -46,6 +53,9 @@ class InstantDucks:
 
     def result(self) -> np.ndarray:
         return np.zeros(self.shape, np.float32)
+
+    def times(self) -> CallTimes:
+        return CallTimes(time.perf_counter_ns(), 0, 0, 0)
 
 
 @dataclass
@@ -109,6 +119,7 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         configure(num_threads)
+        yield _lanes_result(layers, dims, rope, num_threads, 50 if quick else 200)
         for new, context in CASES:
             torch.manual_seed(0)
             table = torch.randperm(num_blocks)[None]
@@ -128,6 +139,35 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
                 "torch",
                 peer_us / NUM_LAYERS,
             )
+
+
+def _lanes_result(
+    layers: list[DecoderLayer],
+    dims: Dimensions,
+    rope: Rope,
+    num_threads: int,
+    num_steps: int,
+) -> Result:
+    """A pair [x | d] in lanes through as many layers as the real model has."""
+    layers = [layers[i % len(layers)] for i in range(REAL_LAYERS)]
+    step = _step(dims, rope, torch.arange(64)[None], 2, 510)
+    policy = LanePolicy(overlaps=True, times=None)
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(num_steps):
+            meter = OverlapMeter()
+            begin_s = time.perf_counter()
+            run_in_lanes(
+                layers, *step.for_layers, step.batch, policy=policy, meter=meter
+            )
+            seconds.append(time.perf_counter() - begin_s - meter.total.s0_s)
+    return Result(
+        f"two lanes, {REAL_LAYERS} layers, {num_threads} threads",
+        "what lanes add to a layer pair",
+        median(seconds) / len(layers) * 1e6,
+        "us",
+        target="<= 60",
+    )
 
 
 def _make_layers(

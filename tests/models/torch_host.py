@@ -208,9 +208,10 @@ class TorchAttention:
         key = self._index_rope(key[:, None], rotations)[:, 0]
         num_tokens = batch.num_tokens
         packed = pack_latent(self.latent_format, latent, rope)[:num_tokens]
-        self.latent_rows.index_copy_(0, batch.slots, packed)
+        slots = torch.from_numpy(batch.slots)
+        self.latent_rows.index_copy_(0, slots, packed)
         packed = pack_index(self.index_format, key)[:num_tokens]
-        self.index_rows.index_copy_(0, batch.slots, packed)
+        self.index_rows.index_copy_(0, slots, packed)
 
     def _index_rope(self, heads: Tensor, rotations: Tensor) -> Tensor:
         """The indexer's half-split rotation; leaves the pairs interleaved, as ours."""
@@ -233,7 +234,7 @@ def row_groups(batch: AttentionBatch):
             hi = min(lo + GROUP_ROWS, end)
             visible = torch.arange(lo, hi) - row + request.first_visible
             positions = torch.arange(int(visible[-1]))
-            blocks = table[positions // batch.block_size].long()
+            blocks = torch.from_numpy(table)[positions // batch.block_size].long()
             slots = blocks * batch.block_size + positions % batch.block_size
             yield slice(lo, hi), visible, slots
         row = end

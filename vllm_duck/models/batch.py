@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 
@@ -32,33 +33,32 @@ class AttentionBatch:
     """
 
     requests: tuple[RequestRows, ...]
-    slots: Tensor
-    block_table: Tensor
+    slots: npt.NDArray[np.int64]
+    block_table: npt.NDArray[np.int32]
     block_size: int
     handle: Handle = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        row_begin = np.zeros(len(self.requests) + 1, np.int32)
-        np.cumsum([r.num_rows for r in self.requests], out=row_begin[1:])
+        rows = accumulate((r.num_rows for r in self.requests), initial=0)
+        row_begin = np.array(list(rows), np.int32)
         first_visible = np.array([r.first_visible for r in self.requests], np.int32)
         assert self.slots.shape[0] == row_begin[-1]
         assert self.block_table.shape[0] == len(self.requests)
-        slots = self.slots.to(torch.int64).contiguous()
-        table = self.block_table.to(torch.int32).contiguous()
+        table = np.ascontiguousarray(self.block_table, np.int32)
         handle = _host.step_new(
             len(self.requests),
             self.block_size,
             row_begin,
             first_visible,
-            slots.data_ptr(),
-            table.data_ptr(),
+            np.ascontiguousarray(self.slots, np.int64),
+            table,
             table.shape[1],
         )
         object.__setattr__(self, "handle", handle)
 
     @property
     def num_tokens(self) -> int:
-        return self.slots.shape[0]
+        return len(self.slots)
 
     def lane(self, begin: Sequence[int], end: Sequence[int]) -> "AttentionBatch":
         """Of each request its rows [begin, end); may be none of them.
@@ -109,14 +109,15 @@ def plan_batch(
         for start, end, length in zip(starts[:-1], starts[1:], lens, strict=True)
     )
     return AttentionBatch(
-        requests, slot_mapping[:num_tokens], block_table[:num_reqs], block_size
+        requests,
+        slot_mapping[:num_tokens].numpy(),
+        block_table[:num_reqs].numpy(),
+        block_size,
     )
 
 
 # A profiling run has no caches: all of its rows are padding.
-NO_TOKENS = AttentionBatch(
-    (), torch.empty(0, dtype=torch.int64), torch.empty(0, 1, dtype=torch.int32), 1
-)
+NO_TOKENS = AttentionBatch((), np.empty(0, np.int64), np.empty((0, 1), np.int32), 1)
 
 
 def current_batch(prefix: str) -> AttentionBatch:

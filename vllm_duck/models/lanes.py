@@ -116,12 +116,11 @@ def _same_step_readers(batch: AttentionBatch) -> set[int]:
             written_by[block] = i
         row += request.num_rows
     written = np.array(list(written_by), np.int32)
-    table = batch.block_table.numpy()
     readers = set()
     for i, request in enumerate(batch.requests):
         # Before its first row, which sees itself.
         num_blocks = -(-(request.first_visible - 1) // batch.block_size)
-        read = table[i, :num_blocks]
+        read = batch.block_table[i, :num_blocks]
         for block in read[np.isin(read, written)].tolist():
             if written_by[block] != i:
                 readers.add(i)

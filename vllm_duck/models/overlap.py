@@ -5,9 +5,10 @@ of their parts, *gain* the difference and *ratio* gain / serial. s0 is the host'
 s1 the ducks', *wait* what the host waited for each lane.
 """
 
+import math
 import time
 from collections import Counter
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -92,10 +93,10 @@ class Overlap:
         return (self.serial_s - self.pair_s) / saveable_s if saveable_s else 0.0
 
     def __add__(self, other: "Overlap") -> "Overlap":
-        return Overlap(*map(add, astuple(self), astuple(other)))
+        return Overlap(*map(add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: "Overlap") -> "Overlap":
-        return Overlap(*map(sub, astuple(self), astuple(other)))
+        return Overlap(*map(sub, vars(self).values(), vars(other).values()))
 
     def __str__(self) -> str:
         if not self.num_steps:
@@ -120,21 +121,30 @@ def overlap_of(record: StepRecord) -> Overlap:
     other lane took longer than it would have alone; so a stage 1 counts as the slowest
     duck's compute plus the quickest way there and back of the step.
     """
-    first, second = (lane.stages for lane in record.lanes)
-    both = [*first, *second]
-    s0_s = sum(s.end_ns - s.begin_ns for s in both) / 1e9
-    link_us = min(s.call.link_us for s in both)
-    s1_s = sum(s.call.compute_us + link_us for s in both) / 1e6
+    s0_ns, compute_us, num_stages = 0, 0, 0
+    link_us: float = math.inf
+    wait_s = []
+    # One pass, since it is part of every step.
+    for lane in record.lanes:
+        wait_ns = 0
+        num_stages += len(lane.stages)
+        for begin_ns, end_ns, wait_begin_ns, wait_end_ns, call in lane.stages:
+            s0_ns += end_ns - begin_ns
+            wait_ns += wait_end_ns - wait_begin_ns
+            compute_us += call.compute_us
+            link_us = min(link_us, call.link_us)
+        wait_s.append(wait_ns / 1e9)
+    s0_s, s1_s = s0_ns / 1e9, (compute_us + num_stages * link_us) / 1e6
     longer_s, shorter_s = max(s0_s, s1_s), min(s0_s, s1_s)
     return Overlap(
         num_steps=1,
         pair_s=record.seconds,
         s0_s=s0_s,
         s1_s=s1_s,
-        wait0_s=_wait_s(first),
-        wait1_s=_wait_s(second),
+        wait0_s=wait_s[0],
+        wait1_s=wait_s[1],
         # L * 2 * max(c, d) + min(c, d) of L layers.
-        ideal_s=longer_s + shorter_s / len(both),
+        ideal_s=longer_s + shorter_s / num_stages,
     )
 
 
@@ -164,7 +174,3 @@ class OverlapMeter:
             "overlap": asdict(self.total),
             "serial_steps": dict(self.serial_steps),
         }
-
-
-def _wait_s(stages: list[Stages]) -> float:
-    return sum(s.wait_end_ns - s.wait_begin_ns for s in stages) / 1e9

@@ -66,5 +66,7 @@ def confirmed_rows(
     last_rows = torch.tensor(last)
     shifted = token_ids.roll(-1)
     shifted[last_rows] = next_ids.to(shifted.dtype)
-    batch = AttentionBatch(tuple(requests), slots, block_table, block_size)
+    batch = AttentionBatch(
+        tuple(requests), slots.numpy(), block_table.numpy(), block_size
+    )
     return ConfirmedRows(shifted, positions, hidden, last_rows, batch)
