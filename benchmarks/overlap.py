@@ -191,7 +191,7 @@ def _link(model_dir: Path, num_tokens: int) -> Iterator[Result]:
 
 
 def _one_local_duck() -> dict[str, Any]:
-    """One core for the host, one for the duck."""
+    """One thread for the duck; the host has all that vLLM gives it."""
     return {"local_ducks": 1, "local_threads": 1}
 
 

@@ -23,7 +23,9 @@ def server(tiny_model, tmp_path_factory) -> Iterator[Server]:
         # Whether a draft is worth its time depends on the machine.
         *("--additional-config", '{"duck": {"draft_gate": false}}'),
     )
-    running = start_server(tiny_model, log, *flags)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
+        running = start_server(tiny_model, log, *flags)
     yield running
     if running.process.poll() is None:
         running.interrupt()
@@ -87,6 +89,13 @@ def test_the_log_has_the_lines_of_duck(server, complete):
     text = server.log.read_text()
     assert "starting 2 local ducks" in text
     assert "2 ducks are up, called over" in text
+
+
+def test_the_api_server_logs_what_lanes_bring(server, complete):
+    give_up_s = time.monotonic() + 60
+    while "olap pair=" not in server.log.read_text():
+        assert time.monotonic() < give_up_s
+        complete()
 
 
 def test_a_request_s_own_acceptance_comes_with_its_answer(complete):

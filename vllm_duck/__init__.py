@@ -12,11 +12,10 @@ def register() -> None:
 
 
 def _log_as_vllm_does() -> None:
-    """Send this package's lines where vLLM sends its own, and as many of them."""
+    """Send this package's lines where vLLM sends its own, and as many of them.
+
+    A parent and not its handlers: the API server gets those after this call.
+    """
     import logging
 
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger(__name__)
-    if theirs.handlers and not ours.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
-        ours.propagate = False
+    logging.getLogger(__name__).parent = logging.getLogger("vllm")

@@ -196,7 +196,7 @@ def test_large_gates_of_either_sign_saturate(kernel):
 @pytest.mark.parametrize("exponent", [14, 15, 16, 60, 110])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 20])
 def test_huge_activations_follow_the_documented_order(kernel, exponent, num_rows):
-    # The fp32 copies of activations are scaled by a power of two, if that fits.
+    # The fp32 copies of activations are scaled by a power of two, if all of them fit.
     rng = np.random.default_rng(11)
     shard = make_shard(rng, scale=2.0 ** (-exponent / 2 - 10))
     hidden, ids, weights = make_rows(rng, shard, rows=num_rows)
@@ -206,6 +206,37 @@ def test_huge_activations_follow_the_documented_order(kernel, exponent, num_rows
     assert np.isfinite(out).all()
     assert np.abs(out).max() > 2.0 ** (exponent / 4)
     assert_same_bits(out, reference_bits(shard, *rows))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 20])
+def test_a_huge_activation_leaves_the_small_ones_their_bits(kernel, num_rows):
+    def first_is_zero(rng, shape):
+        codes = random_codes(rng, shape)
+        codes[:, 0] = 0
+        return codes
+
+    rng = np.random.default_rng(13)
+    shard = make_shard(rng, codes=first_is_zero)
+    hidden, ids, weights = make_rows(rng, shard, rows=num_rows)
+    hidden[:, 0] = 0
+    without = shard.forward(kernel, hidden, ids, weights)
+    hidden[::2, 0] = 0x7F00  # 2^127, whose weights are 0
+    assert np.abs(without).max() > 0
+    assert_same_bits(shard.forward(kernel, hidden, ids, weights), without)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 20])
+def test_what_overflows_does_so_in_every_kernel(kernel, num_rows):
+    rng = np.random.default_rng(14)
+    shard = make_shard(rng, codes=largest, scale=1e3)
+    hidden, ids, weights = make_rows(rng, shard, rows=num_rows)
+    hidden[0] = 0x7E80  # 2^126
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = reference_bits(shard, hidden, ids, weights)
+    out = shard.forward(kernel, hidden, ids, weights)
+    assert not np.isfinite(expected[0]).any()
+    np.testing.assert_array_equal(np.isfinite(out), np.isfinite(expected))
+    assert_same_bits(out[1:], expected[1:])
 
 
 @pytest.mark.parametrize("value", [0x7F80, 0xFF80, 0x7FC0], ids=["inf", "-inf", "nan"])

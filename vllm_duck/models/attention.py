@@ -76,6 +76,7 @@ class SparseAttention(HostModule):
         padding: their attention is 0.
         """
         assert hidden.shape[1] == self.dims.hidden_size
+        assert hidden.dtype == np.uint16
         assert batch.num_tokens <= hidden.shape[0] == rotations.shape[0]
         residual, normed = np.empty_like(hidden), np.empty_like(hidden)
         _host.attend(

@@ -132,18 +132,18 @@ HiddenRows Engine::widen_hidden(const Call& call) {
   size_t hidden = shape.hidden;
   auto* fp32 = static_cast<float*>(
       hidden_fp32_.reserve(call.num_tokens * hidden * sizeof(float)));
-  hidden_undo_.assign(call.num_tokens, 0);
+  hidden_unscale_.assign(call.num_tokens, 0);
   for (const auto& rows : active_) {
     if (rows.num_rows > kernels_->few_rows) continue;
     for (int r = 0; r < rows.num_rows; ++r) {
       int token = rows.tokens[r];
-      if (hidden_undo_[token] != 0) continue;
+      if (hidden_unscale_[token] != 0) continue;
       size_t at = token * hidden;
-      hidden_undo_[token] =
+      hidden_unscale_[token] =
           kernels_->widen(shape.format, call.hidden + at, hidden, fp32 + at);
     }
   }
-  return {call.hidden, fp32, hidden_undo_.data()};
+  return {call.hidden, fp32, hidden_unscale_.data()};
 }
 
 void Engine::gate_up_phase(const Call& call, int num_workers,

@@ -71,47 +71,53 @@ inline typename S::F scale_at(const SegmentScale& scale, int column) {
     return S::broadcast(scale.block);
 }
 
-// fp32 copies of activations for weights as decode_unit() gives them. Returns what the
-// products have to be multiplied with: 1, unless scaled activations would overflow.
+// fp32 copies of a row's activations, times S::kInputScale for e4m3. Returns the factor
+// that takes the scaling back: 1 if there is none, as in a row where it would overflow.
 template <class S, Format kFormat>
 float widen(const uint16_t* from, size_t num, float* to) {
-  float scale = 1, undo = 1;
+  float scale = 1;
   if constexpr (kFormat == Format::kE4m3 && S::kInputScale != 1) {
-    constexpr int kExponentBits = 7, kLimit = 127 + 14;
     unsigned largest = 0;
     for (size_t i = 0; i < num; ++i) {
       unsigned magnitude = from[i] & 0x7fffu;
       largest = magnitude > largest ? magnitude : largest;
     }
-    int excess = int(largest >> kExponentBits) - kLimit;
-    if (excess > 0) undo = float_from_bits(uint32_t(127 + excess) << 23);
-    scale = S::kInputScale / undo;
+    constexpr unsigned kLimit = (127 + 15) << 7;  // 2^15
+    if (largest < kLimit) scale = S::kInputScale;
   }
   for (size_t i = 0; i < num; ++i) to[i] = bf16_to_float(from[i]) * scale;
-  return undo;
+  return 1 / scale;
 }
 
 // Rows of activations as widen() makes them.
 template <int R>
 struct Inputs {
   const float* x[R];
-  float undo[R];
+  float unscale[R];
+
+  // Whether weights must be decoded to their usual size.
+  template <class S, Format kFormat>
+  bool any_unscaled() const {
+    bool any = false;
+    if (kFormat == Format::kE4m3 && S::kInputScale != 1)
+      for (float factor : unscale) any |= factor == 1;
+    return any;
+  }
 };
 
-// One activation for all lanes. Zero exponents are decoded to weights of the usual
-// size.
+// One activation for all lanes. Weights of decode_e4m3<true> have their usual size.
 template <class S, Format kFormat, bool kAnyZeroExponent>
-inline typename S::F input_at(const float* at) {
+inline typename S::F input_at(const float* at, float unscale) {
   typename S::F value = S::broadcast_from(at);
   if constexpr (kFormat == Format::kE4m3 && kAnyZeroExponent && S::kInputScale != 1)
-    value = S::mul(value, S::broadcast(1 / S::kInputScale));
+    value = S::mul(value, S::broadcast(unscale));
   return value;
 }
 
 // even[r], odd[r] += unit . x[r] for the lanes of one vector of columns.
 template <class S, Format kFormat, int R, int kVectors, bool kAnyZeroExponent>
 DUCK_INLINE void unit_dot(const uint8_t* tile, int unit, int column, int v,
-                          const float* const x[], int k,
+                          const Inputs<R>& inputs, int k,
                           typename S::F (&even)[R][kVectors],
                           typename S::F (&odd)[R][kVectors]) {
   constexpr int kUnitK = unit_k(kFormat);
@@ -119,24 +125,25 @@ DUCK_INLINE void unit_dot(const uint8_t* tile, int unit, int column, int v,
   decode_unit<S, kFormat, kAnyZeroExponent>(tile, unit, column, w);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    const float* from = x[r] + k + unit * kUnitK;
+    const float* from = inputs.x[r] + k + unit * kUnitK;
 #pragma GCC unroll 4
     for (int i = 0; i < kUnitK; i += 2) {
-      auto first = input_at<S, kFormat, kAnyZeroExponent>(from + i);
+      auto first = input_at<S, kFormat, kAnyZeroExponent>(from + i, inputs.unscale[r]);
       even[r][v] = S::add_exact_product(w[i], first, even[r][v]);
-      auto second = input_at<S, kFormat, kAnyZeroExponent>(from + i + 1);
+      auto second =
+          input_at<S, kFormat, kAnyZeroExponent>(from + i + 1, inputs.unscale[r]);
       odd[r][v] = S::add_exact_product(w[i + 1], second, odd[r][v]);
     }
   }
 }
 
 // acc[r][i] += tile . x[r], for lanes i of the columns from `column` on and for kTiles
-// tiles one after the other: their products do not wait for each other. Of a marked
-// tile, few units hold a zero exponent.
+// tiles one after the other: their products do not wait for each other. Of marked
+// tiles, few units hold a zero exponent, unless all are to be taken for such.
 template <class S, Format kFormat, int R, int kVectors, bool kMarked, int kNumK,
           int kTiles>
-inline void tile_dot(const uint8_t* tile, int column, const float* const x[], int k,
-                     typename S::F acc[R][kVectors]) {
+inline void tile_dot(const uint8_t* tile, int column, const Inputs<R>& inputs,
+                     bool takes_all, int k, typename S::F acc[R][kVectors]) {
   constexpr int kUnits = kNumK / unit_k(kFormat);
   constexpr int kTileBytes = packed_bytes(kFormat, kGroup * kTileK);
   typename S::F even[kTiles][R][kVectors], odd[kTiles][R][kVectors];
@@ -153,11 +160,12 @@ inline void tile_dot(const uint8_t* tile, int column, const float* const x[], in
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         int lane = column + v * S::kLanes, from_k = k + t * kTileK;
-        if (kMarked && S::any_zero_exponent(at + (unit * kGroup + lane) * 4))
-          unit_dot<S, kFormat, R, kVectors, true>(at, unit, lane, v, x, from_k, even[t],
-                                                  odd[t]);
+        if (kMarked &&
+            (takes_all || S::any_zero_exponent(at + (unit * kGroup + lane) * 4)))
+          unit_dot<S, kFormat, R, kVectors, true>(at, unit, lane, v, inputs, from_k,
+                                                  even[t], odd[t]);
         else
-          unit_dot<S, kFormat, R, kVectors, false>(at, unit, lane, v, x, from_k,
+          unit_dot<S, kFormat, R, kVectors, false>(at, unit, lane, v, inputs, from_k,
                                                    even[t], odd[t]);
       }
     }
@@ -180,6 +188,7 @@ __attribute__((noinline)) void segment_dot_as(const SegmentCursor<kFormat>& curs
   constexpr int kPair = R <= 2 && S::kRegisters >= 32 ? 2 : 1;
   constexpr int kTileBytes = packed_bytes(kFormat, kGroup * kTileK);
   SegmentScale scale = cursor.scale(block_scale);
+  bool takes_all = kMarked && inputs.template any_unscaled<S, kFormat>();
   for (int column = 0; column < kGroup; column += kVectors * S::kLanes) {
     typename S::F acc[R][kVectors];
     for (int r = 0; r < R; ++r)
@@ -187,25 +196,23 @@ __attribute__((noinline)) void segment_dot_as(const SegmentCursor<kFormat>& curs
     const uint8_t* tile = cursor.weights;
     int at = k, left = num_k;
     for (; left >= kPair * kTileK; left -= kPair * kTileK) {
-      tile_dot<S, kFormat, R, kVectors, kMarked, kTileK, kPair>(tile, column, inputs.x,
-                                                                at, acc);
+      tile_dot<S, kFormat, R, kVectors, kMarked, kTileK, kPair>(tile, column, inputs,
+                                                                takes_all, at, acc);
       at += kPair * kTileK, tile += kPair * kTileBytes;
     }
     if (left >= kTileK) {
-      tile_dot<S, kFormat, R, kVectors, kMarked, kTileK, 1>(tile, column, inputs.x, at,
-                                                            acc);
+      tile_dot<S, kFormat, R, kVectors, kMarked, kTileK, 1>(tile, column, inputs,
+                                                            takes_all, at, acc);
       at += kTileK, left -= kTileK, tile += kTileBytes;
     }
     if (left > 0)
-      tile_dot<S, kFormat, R, kVectors, kMarked, kTileK / 2, 1>(tile, column, inputs.x,
-                                                                at, acc);
+      tile_dot<S, kFormat, R, kVectors, kMarked, kTileK / 2, 1>(tile, column, inputs,
+                                                                takes_all, at, acc);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kVectors; ++v) {
         int lane = column + v * S::kLanes;
         float* out = total[r] + lane;
         typename S::F scaled = S::mul(scale_at<S, kFormat>(scale, lane), acc[r][v]);
-        if constexpr (kFormat == Format::kE4m3 && S::kInputScale != 1)
-          scaled = S::mul(S::broadcast(inputs.undo[r]), scaled);
         S::store(out, S::add(S::load(out), scaled));
       }
   }
@@ -215,7 +222,8 @@ template <class S, Format kFormat, int R>
 inline void segment_dot(const SegmentCursor<kFormat>& cursor, int num_k,
                         const float* block_scale, const Inputs<R>& inputs, int k,
                         float total[R][kGroup]) {
-  if (kFormat == Format::kE4m3 && cursor.mark() != 0)
+  if (kFormat == Format::kE4m3 &&
+      (cursor.mark() != 0 || inputs.template any_unscaled<S, kFormat>()))
     segment_dot_as<S, kFormat, R, kFormat == Format::kE4m3>(cursor, num_k, block_scale,
                                                             inputs, k, total);
   else
@@ -241,7 +249,7 @@ void gate_up_few(const ExpertRows& rows, int first_row, int group,
   for (int r = 0; r < R; ++r) {
     int token = rows.tokens[first_row + r];
     inputs.x[r] = hidden.fp32 + size_t(token) * shape.hidden;
-    inputs.undo[r] = hidden.undo[token];
+    inputs.unscale[r] = hidden.unscale[token];
   }
   alignas(64) float total[2][R][kGroup];
   for (auto& matrix : total) clear<S, R>(matrix);
@@ -326,10 +334,10 @@ void down_few_all(const ExpertRows& rows, int begin, int end, float* y, size_t y
   const LayerShape& shape = *rows.expert.shape;
   KAxis axis = shape.down_axis();
   int stride = shape.act_stride(), column_blocks = shape.column_blocks();
-  float undo[kMaxFewRows];
+  float unscale[kMaxFewRows];
   for (int r = 0; r < rows.num_rows; ++r)
-    undo[r] = widen<S, kFormat>(rows.act + size_t(r) * stride, stride,
-                                act_fp32 + size_t(r) * stride);
+    unscale[r] = widen<S, kFormat>(rows.act + size_t(r) * stride, stride,
+                                   act_fp32 + size_t(r) * stride);
   const float* block_scales = rows.expert.down_block_scales(begin);
   auto cursor = SegmentCursor<kFormat>::down(rows.expert, begin);
   prefetch_beginning<S>(cursor.weights);
@@ -340,7 +348,7 @@ void down_few_all(const ExpertRows& rows, int begin, int end, float* y, size_t y
       Inputs<R> inputs;
       for (int r = 0; r < R; ++r) {
         inputs.x[r] = act_fp32 + size_t(first + r) * stride;
-        inputs.undo[r] = undo[first + r];
+        inputs.unscale[r] = unscale[first + r];
       }
       next = down_few<S, kFormat, R>(rows, first, cursor, axis, block_scales, inputs, y,
                                      y_stride);

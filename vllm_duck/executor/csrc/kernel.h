@@ -3,7 +3,8 @@
 // The numerics, the same for every instruction set, row count and thread count:
 //   tile    over 32 k: e = sum of the even k, o = sum of the odd k, each an fp32 chain
 //           in rising k that starts at 0; a product of a weight and a bf16 activation
-//           is exact in fp32, so a fused and a separate multiply-add give equal bits.
+//           is exact in fp32, so a fused and a separate multiply-add give equal bits
+//           (but for products below 2^-126, of which only the fused one keeps any).
 //   segment acc = acc + (e + o), tile after tile.
 //   dot     total = total + scale * acc, segment after segment, product rounded.
 //   act     bf16(silu(gate) * up), gate and up in fp32.
@@ -31,7 +32,7 @@ struct HiddenRows {
   const uint16_t* bf16;  // [T][hidden]
   const float* fp32;     // [T][hidden] as KernelTable::widen makes them; only rows of
                          // experts with few rows are filled
-  const float* undo;     // [T] what it returned
+  const float* unscale;  // [T] what it returned
 };
 
 struct KernelTable {
@@ -39,7 +40,7 @@ struct KernelTable {
   // An expert with at most this many rows reads HiddenRows::fp32.
   int few_rows;
   // Makes the fp32 copies of `num` bf16 activations that weights of this format want,
-  // maybe times a power of two. Returns what products have to be multiplied with.
+  // maybe times a power of two. Returns the factor that takes it back.
   float (*widen)(Format format, const uint16_t* from, size_t num, float* to);
   // Bytes of scratch that one worker needs, 64-byte aligned.
   size_t (*scratch_bytes)(const LayerShape& shape, int max_rows);
