@@ -75,7 +75,8 @@ class Engine:
         self.runner = core.model_executor.driver_worker.worker.model_runner
         config = core.vllm_config.model_config.hf_config
         self.num_sparse_layers = config.num_hidden_layers - config.first_k_dense_replace
-        self.questions = make_prompts(MODEL_DIR)["reasoning"]
+        # Goes on from call to call: each measures other texts.
+        self.asked = itertools.cycle(make_prompts(MODEL_DIR)["reasoning"])
         self.meter = OverlapMeter()
         if duck is not None:
             self.meter = self.runner.meter
@@ -98,13 +99,12 @@ class Engine:
 
         Answers questions, around again if need be, until that many tokens are there.
         """
-        asked = itertools.cycle(self.questions)
         before = self.meter.total, self._draft_counts()
         seconds, generated = 0.0, 0
         prompts = Overlap()
         while generated < num_tokens:
             length = min(MAX_ANSWER, 1 + (num_tokens - generated) // batch)
-            self._add(list(itertools.islice(asked, batch)), max(2, length))
+            self._add(list(itertools.islice(self.asked, batch)), max(2, length))
             at_prompt = self.meter.total
             self.llm.llm_engine.step()
             prompts += self.meter.total - at_prompt
