@@ -23,7 +23,10 @@ from vllm_duck.executor.shard_moe import ShardMoe
 from vllm_duck.executor.transport import Transport
 from vllm_duck.models.overlap import Overlap, OverlapMeter
 
+MTP1 = {"method": "duck_mtp1"}
 PREFILL_TOKENS = 2048
+# Of what shares an engine, in turns.
+NUM_TURNS = 4
 MAX_ANSWER = 200
 
 
@@ -35,6 +38,11 @@ def fleet_in_process(model_dir: Path) -> Fleet:
     loaded = load_shard(checkpoint, whole, show_progress=False)
     kernel = ShardMoe(loaded, MoeKernel(num_threads=1, pin=False))
     return Fleet([InProcessDuck(kernel, kernel.info)])
+
+
+def one_duck_settings() -> dict[str, Any]:
+    """One thread for the duck; the host has all that vLLM gives it."""
+    return {"local_ducks": 1, "local_threads": 1}
 
 
 @contextmanager
