@@ -4,9 +4,9 @@ MoE layers in the bundled model's sizes with random weights, one after the other
 a step, so that their weights do not stay in the L2 cache; the ducks answer at once.
 The peer is the same layer in torch (bf16, oneDNN), on the same number of threads.
 
-And what two lanes add to a pair: all that is not stage 0 of a step in lanes, which is
-the split, the order of the stages, and adding up. The ducks are not real ones, so the
-stream's own part is in benchmarks.remote_call.
+Where a layer's time goes; and what two lanes add to a pair: all that is not stage 0 of
+a step in lanes, which is the split, the order of the stages, and adding up. The ducks
+are not real ones, so the stream's own part is in benchmarks.remote_call.
 """
 
 import time
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import Bits, configure, finish_loading, to_bits
 from vllm_duck.models.lanes import LanePolicy, run_in_lanes
 from vllm_duck.models.layer import DecoderLayer, run_layers
+from vllm_duck.models.moe import PendingMoe
 from vllm_duck.models.overlap import OverlapMeter
 from vllm_duck.models.rope import Rope, Rotations
 
@@ -127,6 +129,9 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
             if new == 2:
                 step = _step(dims, rope, table, new, context)
                 yield _lanes_result(layers, step, num_threads, 50 if quick else 200)
+            if new == 1:
+                step = _step(dims, rope, table, new, context)
+                yield from _parts(layers, step, num_threads, 100 if quick else 500)
             step = _step(dims, rope, table, new, context)
             repeats = max(3, (60 if quick else 300) // max(1, new // 16))
             ours_us, peer_us = _best_us(
@@ -142,6 +147,33 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
                 "torch",
                 peer_us / NUM_LAYERS,
             )
+
+
+def _parts(
+    layers: list[DecoderLayer], step: Step, num_threads: int, num_steps: int
+) -> Iterator[Result]:
+    """Where a layer's time goes, with one token."""
+    times_us: dict[str, list[float]] = {}
+
+    def timed(name: str, function: Callable[..., Any], *args: Any) -> Any:
+        begin_s = time.perf_counter()
+        found = function(*args)
+        times_us.setdefault(name, []).append(1e6 * (time.perf_counter() - begin_s))
+        return found
+
+    hidden, rotations = step.for_layers
+    with torch.inference_mode():
+        for _ in range(num_steps):
+            for layer in layers:
+                residual, normed = timed(
+                    "attention block", layer.attention, hidden, rotations, step.batch
+                )
+                timed("router", layer.mlp.router, normed)
+                shared = timed("shared expert", layer.mlp.shared, normed)
+                moe = PendingMoe(residual, shared, InstantDucks(normed.shape))
+                timed("adding up", moe.result)
+    for name, values in times_us.items():
+        yield Result(f"1 token, {num_threads} threads", name, median(values), "us")
 
 
 def _lanes_result(

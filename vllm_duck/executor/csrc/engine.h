@@ -74,7 +74,7 @@ class Engine {
   int max_rows_ = 0;
   Buffer act_;
   Buffer hidden_fp32_;
-  std::vector<float> hidden_unscale_;
+  std::vector<float> hidden_unscale_;  // [T], 0 where no copy was made
   std::vector<Buffer> scratch_;
   std::vector<Buffer> y_;
 };

@@ -71,8 +71,9 @@ inline typename S::F scale_at(const SegmentScale& scale, int column) {
     return S::broadcast(scale.block);
 }
 
-// fp32 copies of a row's activations, times S::kInputScale for e4m3. Returns the factor
-// that takes the scaling back: 1 if there is none, as in a row where it would overflow.
+// fp32 copies of a row's activations; for e4m3 times S::kInputScale, which is 1 but for
+// AVX2. Returns the factor that takes the scaling back: 1 if there is none, as in a row
+// where it would overflow.
 template <class S, Format kFormat>
 float widen(const uint16_t* from, size_t num, float* to) {
   float scale = 1;
@@ -176,9 +177,8 @@ inline void tile_dot(const uint8_t* tile, int column, const Inputs<R>& inputs,
         acc[r][v] = S::add(acc[r][v], S::add(even[t][r][v], odd[t][r][v]));
 }
 
-// total[r] += scale * (segment . x[r]) for one group of 16 columns. A function
-// of its own for segments with marked tiles: with both in one, g++ runs out of
-// registers.
+// total[r] += scale * (segment . x[r]) for one group of 16 columns. A function of its
+// own for segments with marked tiles: with both in one, g++ runs out of registers.
 template <class S, Format kFormat, int R, bool kMarked>
 __attribute__((noinline)) void segment_dot_as(const SegmentCursor<kFormat>& cursor,
                                               int num_k, const float* block_scale,
@@ -276,8 +276,7 @@ inline void add_weighted_group(float weight, const float* total, float* y) {
 }
 
 // One group of down for rows first_row, first_row + 1, ..., whose activations are
-// `inputs`.
-// Returns the cursor of the next group.
+// `inputs`. Returns the cursor of the next group.
 template <class S, Format kFormat, int R>
 SegmentCursor<kFormat> down_few(const ExpertRows& rows, int first_row,
                                 SegmentCursor<kFormat> cursor, const KAxis& axis,

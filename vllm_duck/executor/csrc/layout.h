@@ -35,8 +35,9 @@ constexpr int kTileK = 32;
 constexpr int kStepK = 4;
 constexpr int kBlock = 128;
 
-// e4m3 weights are decoded as value * 2^-8 (it saves an addition for each exponent);
-// the packer puts the 2^8 into the scale. Both are exact.
+// e4m3 weights are decoded as value * 2^-8 (it saves an addition for each exponent;
+// AVX2 has another factor for some, see kInputScale, whose products are the same); the
+// packer puts the 2^8 into the scale. Both are exact.
 constexpr float kScaleFix = 256.0f;
 
 // In the order of kernel.py's WEIGHT_FORMATS.
@@ -162,8 +163,8 @@ struct SegmentScale {
 };
 
 // One expert, read-only. Marks say which tiles of a segment (bit t = tile t) hold a
-// code with a zero exponent field (zeros and subnormals): the kernels decode all
-// other tiles with the shorter sequence that is exact for normal numbers only.
+// code with a zero exponent field (zeros and subnormals): the kernels decode what has
+// none with the shorter sequence that is exact for normal numbers only.
 struct ExpertView {
   const LayerShape* shape;
   const uint8_t* weights;
