@@ -55,7 +55,14 @@ class Meddler:
             while True:
                 host, _ = self._listener.accept()
                 self.num_connections += 1
-                duck = socket.create_connection(self._target)
+                try:
+                    duck = socket.create_connection(self._target)
+                except ConnectionRefusedError:
+                    host.close()
+                    continue
+                for each in (host, duck):
+                    # What was passed on has arrived.
+                    each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._sockets += [host, duck]
                 for name, ends in (("duck", (host, duck)), ("host", (duck, host))):
                     threading.Thread(

@@ -319,21 +319,64 @@ def test_a_duck_that_stops_ends_its_streams_and_is_then_unavailable(server):
             fan_out.start(make_request()).result()
 
 
+def _stop_with_unread_replies(server, meddler, fan_out):
+    """Has the duck drain 20 requests whose replies the host cannot read yet."""
+    fan_out.start(make_request()).result()
+    meddler.passes_to_host.clear()
+    before = meddler.num_passed["duck"]
+    requests = [make_request(1, hidden_size=7168, seed=seed) for seed in range(20)]
+    pendings = [fan_out.start(request) for request in requests]
+    passed = -1
+    # Above the bytes of the hidden rows: until nothing more comes.
+    while passed < before + 20 * 2 * 7168 or passed < meddler.num_passed["duck"]:
+        passed = meddler.num_passed["duck"]
+        time.sleep(0.1)
+    stopper = threading.Thread(target=server.stop, args=(30,))
+    stopper.start()
+    return list(zip(requests, pendings, strict=True)), stopper
+
+
+def _check_replies(exchanges):
+    for request, pending in exchanges:
+        (reply,) = pending.replies()
+        assert reply.partial.tobytes() == request.hidden.tobytes()
+
+
 def test_what_has_arrived_is_answered_before_the_duck_stops(server):
     meddler = Meddler(server.endpoint)
-    requests = [make_request(1, hidden_size=7168, seed=seed) for seed in range(20)]
     with calling("native", [meddler.endpoint]) as fan_out:
-        fan_out.start(make_request()).result()
-        meddler.passes_to_host.clear()
-        before = meddler.num_passed["duck"]
-        pendings = [fan_out.start(request) for request in requests]
-        while meddler.num_passed["duck"] < before + 20 * 2 * 7168:
-            time.sleep(0.01)
-        stopper = threading.Thread(target=server.stop, args=(30,))
-        stopper.start()
+        exchanges, stopper = _stop_with_unread_replies(server, meddler, fan_out)
         meddler.passes_to_host.set()
-        for request, pending in zip(requests, pendings, strict=True):
-            (reply,) = pending.replies()
-            assert reply.partial.tobytes() == request.hidden.tobytes()
+        _check_replies(exchanges)
         stopper.join()
     meddler.close()
+
+
+def test_replies_outlive_the_duck_that_gave_them(server):
+    """A host that reads late, and still sends, loses nothing that was answered."""
+    meddler = Meddler(server.endpoint)
+    with calling("native", [meddler.endpoint]) as fan_out:
+        exchanges, stopper = _stop_with_unread_replies(server, meddler, fan_out)
+        # Longer than a duck waits for a host that has all its replies.
+        stopper.join(0.5)
+        late = fan_out.start(make_request())
+        stopper.join(0.5)
+        meddler.passes_to_host.set()
+        _check_replies(exchanges)
+        with pytest.raises(DuckUnavailable):
+            late.replies()
+        stopper.join()
+    meddler.close()
+
+
+def test_a_host_that_keeps_its_connection_open_does_not_hold_up_a_stop(server):
+    host, _, port = server.endpoint.rpartition(":")
+    with (
+        socket.create_connection((host, int(port))),
+        calling("native", [server.endpoint]) as fan_out,
+    ):
+        fan_out.start(make_request()).result()
+        stopper = threading.Thread(target=server.stop, args=(3600,))
+        stopper.start()
+        stopper.join(60)
+        assert not stopper.is_alive()

@@ -1,7 +1,9 @@
 #include "connection.h"
 
 #include <errno.h>
+#include <linux/sockios.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -45,7 +47,7 @@ std::vector<nghttp2_nv> to_nghttp2(const Headers& headers) {
 }  // namespace
 
 Connection::Connection(int socket, bool is_server, uint32_t max_streams, Owner* owner)
-    : socket_(socket), owner_(owner) {
+    : socket_(socket), is_server_(is_server), owner_(owner) {
   nghttp2_session_callbacks* callbacks = nullptr;
   nghttp2_option* option = nullptr;
   if (nghttp2_session_callbacks_new(&callbacks) != 0) throw std::bad_alloc();
@@ -92,6 +94,20 @@ bool Connection::fail(std::string reason) {
   return false;
 }
 
+// All is said. A server leaves it to the peer to close the connection: a socket that is
+// closed with bytes unread is reset, and takes with it what the peer has not read yet.
+bool Connection::end(std::string reason) {
+  if (!is_server_) return fail(std::move(reason));
+  is_over_ = true;
+  ::shutdown(socket_, SHUT_WR);
+  return true;
+}
+
+bool Connection::has_unread_bytes() const {
+  int num_bytes = 0;  // that the peer's machine has not acknowledged
+  return is_clogged() || (::ioctl(socket_, SIOCOUTQ, &num_bytes) == 0 && num_bytes > 0);
+}
+
 bool Connection::receive() {
   for (int i = 0; i < kReceivesInARow; ++i) {
     auto [buffer, room] = place();
@@ -102,12 +118,15 @@ bool Connection::receive() {
       return fail(strerror(errno));
     }
     num_received_ += uint64_t(size);
+    if (is_over_) continue;
     data_end_ = nullptr;
     ssize_t taken = nghttp2_session_mem_recv(session_, buffer, size_t(size));
     if (taken < 0) {
-      flush();  // says why to the peer, if it can
-      return fail(std::string("not HTTP/2 as it must be: ") +
-                  nghttp2_strerror(int(taken)));
+      std::string reason =
+          std::string("not HTTP/2 as it must be: ") + nghttp2_strerror(int(taken));
+      // Says why to the peer, if it can.
+      return flush() && !is_clogged() ? end(std::move(reason))
+                                      : fail(std::move(reason));
     }
     // Without this, bytes that nghttp2 did not hand on would count as still to come.
     if (data_end_ != buffer + size) data_left_ = 0;
@@ -129,6 +148,7 @@ Assembler::Room Connection::place() {
 }
 
 bool Connection::flush() {
+  if (is_over_) return true;
   for (;;) {
     if (!pull_frames()) return false;
     if (queue_.is_empty()) break;
@@ -137,7 +157,7 @@ bool Connection::flush() {
   }
   if (nghttp2_session_want_read(session_) || nghttp2_session_want_write(session_))
     return true;
-  return fail("the connection is finished");
+  return end("the connection is finished");
 }
 
 // Moves frames from nghttp2 to the queue, as long as there is room.

@@ -71,6 +71,8 @@ class Connection {
   bool flush();
   // Something could not be written yet.
   bool is_clogged() const { return !queue_.is_empty(); }
+  // Closing it now could lose what was sent.
+  bool has_unread_bytes() const;
   // Why receive() or flush() returned false.
   const std::string& end_reason() const { return end_reason_; }
   // Of payloads, until the socket has taken them.
@@ -113,9 +115,13 @@ class Connection {
   void take_data(Stream* stream, const uint8_t* at, size_t num_bytes);
   void resume(Stream* stream);
   bool fail(std::string reason);
+  bool end(std::string reason);
   bool pull_frames();
 
   int socket_;
+  bool is_server_;
+  // Server: its side is shut; what still comes is dropped.
+  bool is_over_ = false;
   Owner* owner_;
   nghttp2_session* session_ = nullptr;
   std::unordered_map<int32_t, std::unique_ptr<Stream>> streams_;

@@ -267,7 +267,9 @@ void Link::on_headers(Stream* stream, bool) {
 }
 
 // Also of requests that were given up: their replies still come, to be dropped.
-size_t Link::max_message_bytes(const Stream&) { return max_reply_bytes_ + kMaxReplyHead; }
+size_t Link::max_message_bytes(const Stream&) {
+  return max_reply_bytes_ + kMaxReplyHead;
+}
 
 void Link::on_message(Stream*, Message message) {
   if (is_lost_) return;

@@ -20,7 +20,7 @@ constexpr int kMaxEvents = 64;
 // Decode steps and small prompts: milliseconds of compute at most.
 constexpr uint32_t kInlineRows = 64;
 constexpr int kPeerLostS = 30;
-// After the last reply, hosts have this long to read it before the socket closes.
+// Hosts that have received everything have this long to close their connections.
 constexpr auto kGoodbye = std::chrono::milliseconds(200);
 
 // Keys of epoll events: the eventfd, listeners by index, then peers by id.
@@ -229,7 +229,7 @@ bool Server::is_drained() {
   auto now = Clock::now();
   if (peers_.empty() || now >= give_up_) return true;
   for (auto& [id, peer] : peers_)
-    if (peer->has_forward_calls() || peer->connection().is_clogged()) {
+    if (peer->has_forward_calls() || peer->connection().has_unread_bytes()) {
       goodbye_ = now + kGoodbye;
       return false;
     }
