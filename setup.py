@@ -58,7 +58,16 @@ def extension(name, sources, folders, libraries=()):
     )
 
 
-KERNEL = extension("vllm_duck.executor._kernel", files(DUCK_CSRC, "*.cpp"), [DUCK_CSRC])
+# With the codec of the native stream, for grpcio's calls.
+KERNEL = extension(
+    "vllm_duck.executor._kernel",
+    [
+        *files(DUCK_CSRC, "*.cpp"),
+        f"{STREAM_CSRC}/payload.cpp",
+        f"{STREAM_CSRC}/proto.cpp",
+    ],
+    [DUCK_CSRC, STREAM_CSRC],
+)
 # The host's layers share the ducks' thread pool and vector headers.
 HOST = extension(
     "vllm_duck.models._host",

@@ -34,8 +34,9 @@ def test_a_request_comes_back_as_it_was(num_rows, reply_dtype):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_the_bytes_are_those_of_the_generated_class():
-    request = make_request()
+@pytest.mark.parametrize("hidden_size", [32, 33, 8192])
+def test_the_generated_class_reads_what_is_written(hidden_size):
+    request = make_request(hidden_size=hidden_size)
     encoded = codec.encode_request(request, request_id=7, reply_dtype="fp32")
     expected = duck_pb2.ForwardRequest(
         request_id=7,
@@ -48,7 +49,12 @@ def test_the_bytes_are_those_of_the_generated_class():
         topk_ids=request.topk_ids.tobytes(),
         topk_weights=request.topk_weights.tobytes(),
     )
-    assert encoded.message == sealed(expected.SerializeToString())
+    wire = duck_pb2.ForwardRequest.FromString(encoded.message)
+    wire.ClearField("checksum")
+    assert wire == expected
+    assert encoded.message == sealed(encoded.message[:-5])
+    # A kernel can read the rows where they lie.
+    assert encoded.message.index(expected.hidden) % 2 == 0
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
@@ -144,8 +150,41 @@ def test_a_request_without_a_checksum_is_taken_and_a_reply_is_not():
 
 def test_nothing_may_follow_the_checksum():
     encoded = codec.encode_request(make_request(), request_id=7, reply_dtype="bf16")
-    with pytest.raises(ChecksumError, match="with a wrong checksum"):
+    with pytest.raises(DuckProtocolError, match="that do not parse"):
         codec.decode_request(encoded.message + b"\x08\x08")
+
+
+def test_a_wrong_checksum_says_so():
+    encoded = codec.encode_request(make_request(), request_id=7, reply_dtype="bf16")
+    damaged = encoded.message[:-1] + bytes([encoded.message[-1] ^ 1])
+    with pytest.raises(ChecksumError, match="with a wrong checksum"):
+        codec.decode_request(damaged)
+
+
+def test_a_reply_is_read_by_the_generated_class():
+    partial = np.arange(12).reshape(3, 4).astype(np.float32)
+    message = codec.encode_reply(partial, request_id=9, queue_us=0, compute_us=1 << 31)
+    wire = duck_pb2.ForwardReply.FromString(message)
+    assert message == sealed(message[:-5])
+    assert (wire.request_id, wire.status, wire.error) == (9, duck_pb2.STATUS_OK, "")
+    assert (wire.num_rows, wire.hidden_size, wire.dtype) == (3, 4, duck_pb2.DTYPE_F32)
+    assert (wire.queue_us, wire.compute_us) == (0, 1 << 31)
+    assert wire.partial == partial.tobytes()
+
+
+def test_tensors_at_odd_addresses_are_read():
+    request = make_request()
+    wire = duck_pb2.ForwardRequest.FromString(
+        codec.encode_request(request, request_id=7, reply_dtype="bf16").message
+    )
+    wire.ClearField("checksum")
+    for request_id in (1, 1 << 7):  # one byte, and two
+        wire.request_id = request_id
+        decoded = codec.decode_request(sealed(wire.SerializeToString())).request
+        for name in ("hidden", "topk_ids", "topk_weights"):
+            tensor = getattr(decoded, name)
+            assert tensor.flags.aligned
+            np.testing.assert_array_equal(tensor, getattr(request, name))
 
 
 def test_every_changed_byte_of_a_message_is_an_error():

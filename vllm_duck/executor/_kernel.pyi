@@ -48,5 +48,34 @@ def shard_new(
     n_routed_experts: int,
     /,
 ) -> object: ...
+def encode_request(
+    request_id: int,
+    layer_idx: int,
+    num_rows: int,
+    hidden_size: int,
+    num_topk: int,
+    reply_dtype: int,
+    hidden: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    /,
+) -> bytes: ...
+def encode_reply(
+    request_id: int,
+    num_rows: int,
+    hidden_size: int,
+    dtype: int,
+    queue_us: int,
+    compute_us: int,
+    partial: Any,
+    /,
+) -> bytes: ...
+def encode_refusal(request_id: int, status: int, error: str, /) -> bytes: ...
+def parse_request(
+    message: bytes, /
+) -> tuple[int, int, int, int, int, int, int, int, int, str] | int: ...
+def parse_reply(
+    message: bytes, /
+) -> tuple[int, int, bytes, int, int, int, int, int, int, int, str] | int: ...
 def crc32c(data: Any, crc: int, /) -> int: ...
 def supported_isas() -> list[str]: ...

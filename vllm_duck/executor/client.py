@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Collection
 from queue import SimpleQueue
+from typing import Literal
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from vllm_duck.errors import DuckError, DuckProtocolError, DuckTimeout, DuckUnavailable
 from vllm_duck.executor.codec import (
     DESCRIBE_REQUEST,
+    DecodedReply,
     decode_info,
     decode_reply,
     encode_request,
@@ -189,26 +191,27 @@ class GrpcDuck:
     def _open_stream(self) -> None:
         self._channel = self._open_channel()
         # Bytes in, bytes out: one encoding serves all ducks, and gRPC copies nothing.
-        replies = self._channel.stream_stream(FORWARD_METHOD)(
-            iter(self._outbox.get, None), metadata=self._metadata()
-        )
+        arrivals = self._channel.stream_stream(
+            FORWARD_METHOD, response_deserializer=self._arrive
+        )(iter(self._outbox.get, None), metadata=self._metadata())
         threading.Thread(
             target=self._read_replies,
-            args=(replies,),
+            args=(arrivals,),
             name=f"duck-client {self._name}",
             daemon=True,
         ).start()
 
-    def _read_replies(self, replies: grpc.Call) -> None:
-        """Hand out replies until the stream ends; runs in its own thread.
+    def _read_replies(self, arrivals: grpc.Call) -> None:
+        """Have gRPC read on until the stream ends; runs in its own thread.
 
         A thread and not the caller, so that a reply is ready when the caller comes
         back from the other lane, with its true round trip, and a dead duck is noticed
         between calls.
         """
         try:
-            for message in replies:
-                self._deliver(message, time.perf_counter_ns())
+            for problem in arrivals:
+                if isinstance(problem, DuckProtocolError):
+                    raise problem
             reason: DuckError = DuckUnavailable(
                 f"duck {self._name} ended the stream; it is shutting down"
             )
@@ -216,11 +219,24 @@ class GrpcDuck:
             reason = error_of_rpc(self._name, error)
         except DuckProtocolError as error:
             reason = DuckProtocolError(f"duck {self._name}: {error}")
-            replies.cancel()
+            arrivals.cancel()
         self._end(reason)
 
-    def _deliver(self, message: bytes, arrival_ns: int) -> None:
-        reply = decode_reply(message)
+    def _arrive(self, message: bytes) -> DuckProtocolError | Literal["delivered"]:
+        """Hand a reply to the one who waits for it, or say what is wrong with it.
+
+        gRPC calls it as a deserializer, in its own thread and at once; from the thread
+        that reads on, the reply would come 100 us later.
+        """
+        arrival_ns = time.perf_counter_ns()
+        try:
+            reply = decode_reply(message)
+        except DuckProtocolError as error:
+            return error
+        self._deliver(reply, arrival_ns)
+        return "delivered"
+
+    def _deliver(self, reply: DecodedReply, arrival_ns: int) -> None:
         with self._lock:
             pending = self._pending.pop(reply.request_id, None)
         if pending is None:

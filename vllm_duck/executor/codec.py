@@ -1,6 +1,8 @@
 """Turns the records of `duck` into message bytes and back.
 
-Pure: no sockets, no clocks. The only module that imports the generated code.
+Pure: no sockets, no clocks. The only module that imports the generated code. Requests
+and replies are the native stream's code (csrc/stream/proto.h), so that both transports
+take and refuse the same bytes, and a call costs grpcio's side microseconds.
 
 Invariants, pinned by tests:
 - what is decoded has passed every check of shape, dtype and range that needs no model;
@@ -10,6 +12,7 @@ Invariants, pinned by tests:
   without a checksum is taken, since a client by hand may not care; a reply is not.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -29,25 +32,13 @@ from vllm_duck.executor.duck import (
     Shard,
 )
 
-
-def _tag(field_number: int) -> bytes:
-    """What precedes a length-delimited field; one byte while numbers are below 16."""
-    return bytes([field_number << 3 | 2])
-
-
-# Once, here: looking a number up in a generated class costs as much as a whole field.
-_HIDDEN_TAG = _tag(duck_pb2.ForwardRequest.HIDDEN_FIELD_NUMBER)
-_TOPK_IDS_TAG = _tag(duck_pb2.ForwardRequest.TOPK_IDS_FIELD_NUMBER)
-_TOPK_WEIGHTS_TAG = _tag(duck_pb2.ForwardRequest.TOPK_WEIGHTS_FIELD_NUMBER)
-_PARTIAL_TAG = _tag(duck_pb2.ForwardReply.PARTIAL_FIELD_NUMBER)
-# The checksum ends a message: a tag and a little-endian uint32.
-_CHECKSUM_TAG = bytes([duck_pb2.ForwardRequest.CHECKSUM_FIELD_NUMBER << 3 | 5])
-_CHECKSUM_BYTES = 5
-
 DESCRIBE_REQUEST = duck_pb2.DescribeRequest().SerializeToString()
 
+# Parsed of csrc/stream/proto.h.
+_MALFORMED, _BAD_CHECKSUM = 1, 2
+
 _I32 = np.dtype(np.int32)
-_WIRE_DTYPE: dict[ReplyDtype, duck_pb2.DType] = {
+_WIRE_DTYPE: dict[ReplyDtype, int] = {
     "bf16": duck_pb2.DTYPE_BF16,
     "fp32": duck_pb2.DTYPE_F32,
 }
@@ -64,6 +55,9 @@ class ReplyStatus(IntEnum):
     OK = 1
     INVALID_REQUEST = 2
     INTERNAL = 3
+
+
+_STATUSES = frozenset(ReplyStatus)
 
 
 class RequestShapeError(DuckShapeError):
@@ -102,19 +96,16 @@ def encode_request(
 ) -> EncodedRequest:
     """Write a request as bytes, copying each tensor once."""
     num_rows, hidden_size = request.hidden.shape
-    head = duck_pb2.ForwardRequest(
-        request_id=request_id,
-        layer_idx=request.layer_idx,
-        num_rows=num_rows,
-        hidden_size=hidden_size,
-        num_topk=request.topk_ids.shape[1],
-        reply_dtype=_WIRE_DTYPE[reply_dtype],
-    )
-    message = _append_tensors(
-        head.SerializeToString(),
-        (_HIDDEN_TAG, request.hidden),
-        (_TOPK_IDS_TAG, request.topk_ids),
-        (_TOPK_WEIGHTS_TAG, request.topk_weights),
+    message = _kernel.encode_request(
+        request_id,
+        request.layer_idx,
+        num_rows,
+        hidden_size,
+        request.topk_ids.shape[1],
+        _WIRE_DTYPE[reply_dtype],
+        request.hidden,
+        request.topk_ids,
+        request.topk_weights,
     )
     return EncodedRequest(request_id, message)
 
@@ -127,19 +118,20 @@ def decode_request(message: bytes) -> DecodedRequest:
         ChecksumError: they were another one when they were sent.
         RequestShapeError: they are, but sizes and tensors disagree.
     """
-    try:
-        wire = duck_pb2.ForwardRequest.FromString(message)
-    except DecodeError as error:
-        raise DuckProtocolError(
-            f"expected a duck.v1.ForwardRequest, got {len(message)} bytes that do not "
-            "parse as one"
-        ) from error
-    if wire.HasField("checksum"):
-        _check_checksum("duck.v1.ForwardRequest", message, wire.checksum)
-    try:
-        return _checked_request(wire)
-    except DuckShapeError as error:
-        raise RequestShapeError(str(error), request_id=wire.request_id) from error
+    parsed = _kernel.parse_request(message)
+    if isinstance(parsed, int):
+        raise _unsound("duck.v1.ForwardRequest", message, parsed)
+    request_id, layer_idx, rows, hidden_size, topk, dtype, *positions, misfit = parsed
+    if misfit:
+        raise RequestShapeError(misfit, request_id=request_id)
+    hidden_at, ids_at, weights_at = positions
+    request = MoeRequest(
+        layer_idx=layer_idx,
+        hidden=_aligned(_tensor(message, hidden_at, BF16, (rows, hidden_size))),
+        topk_ids=_aligned(_tensor(message, ids_at, _I32, (rows, topk))),
+        topk_weights=_aligned(_tensor(message, weights_at, F32, (rows, topk))),
+    )
+    return DecodedRequest(request_id, request, _REPLY_DTYPE[dtype])
 
 
 def encode_reply(
@@ -147,24 +139,15 @@ def encode_reply(
 ) -> bytes:
     """Write a partial sum [T, H] as a reply."""
     num_rows, hidden_size = partial.shape
-    head = duck_pb2.ForwardReply(
-        request_id=request_id,
-        status=duck_pb2.STATUS_OK,
-        num_rows=num_rows,
-        hidden_size=hidden_size,
-        dtype=_WIRE_DTYPE["bf16" if partial.dtype == BF16 else "fp32"],
-        queue_us=queue_us,
-        compute_us=compute_us,
+    dtype = _WIRE_DTYPE["bf16" if partial.dtype == BF16 else "fp32"]
+    return _kernel.encode_reply(
+        request_id, num_rows, hidden_size, dtype, queue_us, compute_us, partial
     )
-    return _append_tensors(head.SerializeToString(), (_PARTIAL_TAG, partial))
 
 
 def encode_refusal(request_id: int, status: ReplyStatus, *, error: str) -> bytes:
     """Write a reply that says why there is no partial sum."""
-    head = duck_pb2.ForwardReply(
-        request_id=request_id, status=duck_pb2.Status.Name(status), error=error
-    )
-    return _append_tensors(head.SerializeToString())
+    return _kernel.encode_refusal(request_id, status, error)
 
 
 def decode_reply(message: bytes) -> DecodedReply:
@@ -174,25 +157,34 @@ def decode_reply(message: bytes) -> DecodedReply:
         DuckProtocolError: the bytes are not a ForwardReply that fits itself.
         ChecksumError: it was another one when it was sent.
     """
-    try:
-        wire = duck_pb2.ForwardReply.FromString(message)
-        if not wire.HasField("checksum"):
-            raise DuckShapeError("it has no checksum")
-        _check_checksum("duck.v1.ForwardReply", message, wire.checksum)
-        status = ReplyStatus(wire.status)
-        partial = _reply_tensor(wire) if status is ReplyStatus.OK else None
-    except (DecodeError, ValueError) as error:
+    parsed = _kernel.parse_reply(message)
+    if isinstance(parsed, int):
+        raise _unsound("duck.v1.ForwardReply", message, parsed)
+    request_id, status, error, num_rows, hidden_size, dtype = parsed[:6]
+    queue_us, compute_us, partial_at, has_checksum, misfit = parsed[6:]
+    is_ok = status == ReplyStatus.OK
+    if not has_checksum:
+        problem = "it has no checksum"
+    elif status not in _STATUSES:
+        problem = f"{status} is not a valid ReplyStatus"
+    else:
+        problem = misfit if is_ok else ""
+    if problem:
         raise DuckProtocolError(
             f"expected a duck.v1.ForwardReply, got {len(message)} bytes that are not "
-            f"a sound one: {error}"
-        ) from error
+            f"a sound one: {problem}"
+        )
+    partial = None
+    if is_ok:
+        np_dtype = NUMPY_DTYPE[_REPLY_DTYPE[dtype]]
+        partial = _tensor(message, partial_at, np_dtype, (num_rows, hidden_size))
     return DecodedReply(
-        request_id=wire.request_id,
-        status=status,
-        error=wire.error,
+        request_id=request_id,
+        status=ReplyStatus(status),
+        error=error.decode(errors="replace"),
         partial=partial,
-        queue_us=wire.queue_us,
-        compute_us=wire.compute_us,
+        queue_us=queue_us,
+        compute_us=compute_us,
     )
 
 
@@ -250,73 +242,24 @@ def decode_info(message: bytes) -> DuckInfo:
     )
 
 
-def _checked_request(wire: duck_pb2.ForwardRequest) -> DecodedRequest:
-    rows, topk = wire.num_rows, wire.num_topk
-    reply_dtype = _REPLY_DTYPE.get(wire.reply_dtype)
-    if reply_dtype is None:
-        raise DuckShapeError(
-            f"reply_dtype must be DTYPE_BF16 or DTYPE_F32, got {wire.reply_dtype}"
+def _unsound(name: str, message: bytes, parsed: int) -> DuckProtocolError:
+    what = f"expected a {name}, got {len(message)} bytes"
+    if parsed == _BAD_CHECKSUM:
+        return ChecksumError(
+            f"{what} with a wrong checksum; something between host and duck damages "
+            "what it passes on"
         )
-    request = MoeRequest(
-        layer_idx=wire.layer_idx,
-        hidden=_tensor("hidden", wire.hidden, BF16, (rows, wire.hidden_size)),
-        topk_ids=_tensor("topk_ids", wire.topk_ids, _I32, (rows, topk)),
-        topk_weights=_tensor("topk_weights", wire.topk_weights, F32, (rows, topk)),
-    )
-    return DecodedRequest(wire.request_id, request, reply_dtype)
-
-
-def _reply_tensor(wire: duck_pb2.ForwardReply) -> Partial:
-    name = _REPLY_DTYPE.get(wire.dtype)
-    if name is None:
-        raise DuckShapeError(f"dtype must be DTYPE_BF16 or DTYPE_F32, got {wire.dtype}")
-    shape = (wire.num_rows, wire.hidden_size)
-    return _tensor("partial", wire.partial, NUMPY_DTYPE[name], shape)
+    return DuckProtocolError(f"{what} that do not parse as one")
 
 
 def _tensor(
-    name: str, data: bytes, dtype: np.dtype, shape: tuple[int, int]
+    message: bytes, position: int, dtype: np.dtype, shape: Sequence[int]
 ) -> np.ndarray:
-    expected_bytes = shape[0] * shape[1] * dtype.itemsize
-    if len(data) != expected_bytes:
-        raise DuckShapeError(
-            f"{name} of shape {list(shape)} must have {expected_bytes} bytes, "
-            f"got {len(data)}"
-        )
-    return np.frombuffer(data, dtype).reshape(shape)
+    """The part of a message that is a tensor, where it lies."""
+    rows, columns = shape
+    return np.frombuffer(message, dtype, rows * columns, position).reshape(shape)
 
 
-def _append_tensors(head: bytes, *tensors: tuple[bytes, np.ndarray]) -> bytes:
-    """Append bytes fields, and last the checksum, to a serialized message.
-
-    A protobuf message is the concatenation of its fields, so the tensors, which are
-    nearly all of it, go in with one copy. Through the generated class it would be
-    three: tobytes, the field, the serialized message.
-    """
-    parts: list[bytes | memoryview] = [head]
-    for tag, tensor in tensors:
-        parts += (tag, _varint(tensor.nbytes), tensor.data if tensor.size else b"")
-    checksum = 0
-    for part in parts:
-        checksum = _kernel.crc32c(part, checksum)
-    parts += (_CHECKSUM_TAG, checksum.to_bytes(4, "little"))
-    return b"".join(parts)
-
-
-def _check_checksum(name: str, message: bytes, got: int) -> None:
-    covered = memoryview(message)[:-_CHECKSUM_BYTES]
-    is_last = message[-_CHECKSUM_BYTES:] == _CHECKSUM_TAG + got.to_bytes(4, "little")
-    if not is_last or _kernel.crc32c(covered, 0) != got:
-        raise ChecksumError(
-            f"expected a {name}, got {len(message)} bytes with a wrong checksum; "
-            "something between host and duck damages what it passes on"
-        )
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+def _aligned(tensor: np.ndarray) -> np.ndarray:
+    """For a kernel, which reads whole numbers."""
+    return tensor if tensor.flags.aligned else tensor.copy()

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from vllm_duck.executor.bf16 import bf16_to_f32
 from vllm_duck.executor.codec import encode_request
 from vllm_duck.executor.duck import (
+    BF16,
     CallTimes,
     Duck,
     MoeReply,
@@ -180,12 +181,13 @@ class PythonPendingSum:
         Raises:
             DuckTransportError: the first duck in order that failed.
         """
-        first, *others = (_partial_f32(reply) for reply in self.replies())
-        if not others:
-            return first.copy()
-        total = first + others[0]
-        for partial in others[1:]:
-            total += partial
+        first, *others = self.replies()
+        total = _partial_f32(first)
+        # Widening has made an array of our own; a float32 one may be the duck's.
+        if first.partial.dtype != BF16:
+            total = total.copy()
+        for reply in others:
+            total += _partial_f32(reply)
         return total
 
 

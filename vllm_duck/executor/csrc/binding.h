@@ -22,6 +22,15 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
+// Copying or summing `num_bytes`: what takes less than 100 us keeps the GIL, since
+// another thread may take milliseconds to give it back.
+template <class Work>
+void with_gil_if_short(size_t num_bytes, const Work& work) {
+  if (num_bytes < 1 << 20) return work();
+  WithoutGil released;
+  work();
+}
+
 // The bytes of a C-contiguous Python object, held as long as this lives.
 class BytesView {
  public:

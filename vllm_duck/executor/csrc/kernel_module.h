@@ -10,6 +10,7 @@ namespace duck {
 
 std::vector<PyMethodDef> layer_functions();
 std::vector<PyMethodDef> engine_functions();
+std::vector<PyMethodDef> codec_functions();
 
 constexpr const char* kLayerName = "vllm_duck.Layer";
 

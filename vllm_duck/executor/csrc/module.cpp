@@ -1,4 +1,4 @@
-// vllm_duck.executor._kernel: the C++ side of kernel.py and checksums.py.
+// vllm_duck.executor._kernel: the C++ side of kernel.py, codec.py and checksums.py.
 #include "crc32c.h"
 #include "dispatch.h"
 #include "kernel_module.h"
@@ -12,21 +12,13 @@ namespace {
 
 using namespace duck::binding;
 
-// Below 100 us the GIL is kept: another thread may take milliseconds to give it back.
-constexpr size_t kBytesWorthTheGil = 1 << 20;
-
 // crc32c(data, crc) -> the checksum of what crc covers followed by data
 PyObject* checksum(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   if (!require_args(num_args, 2)) return nullptr;
   auto crc = uint32_t(PyLong_AsUnsignedLong(args[1]));
   BytesView data;
   if (PyErr_Occurred() || !data.get(args[0])) return nullptr;
-  if (data.size() < kBytesWorthTheGil) {
-    crc = crc32c(data.data(), data.size(), crc);
-  } else {
-    WithoutGil released;
-    crc = crc32c(data.data(), data.size(), crc);
-  }
+  with_gil_if_short(data.size(), [&] { crc = crc32c(data.data(), data.size(), crc); });
   return PyLong_FromUnsignedLong(crc);
 }
 
@@ -53,6 +45,7 @@ PyMODINIT_FUNC PyInit__kernel() {
   if (!duck::shape_error || !duck::checkpoint_error) return nullptr;
   auto functions = duck::layer_functions();
   for (auto& function : duck::engine_functions()) functions.push_back(function);
+  for (auto& function : duck::codec_functions()) functions.push_back(function);
   functions.push_back(duck::binding::fast("crc32c", duck::checksum));
   functions.push_back(duck::binding::no_args("supported_isas", duck::isa_names));
   return duck::binding::make_module("_kernel", "See vllm_duck.executor.kernel.",

@@ -24,7 +24,7 @@ PayloadRef computed(const Compute& compute, const RequestView& request,
                     Clock::time_point arrival) {
   std::string problem = misfit(request);
   if (!problem.empty())
-    return encode_refusal(request, ForwardStatus::kInvalidRequest, problem);
+    return encode_refusal(request.request_id, ForwardStatus::kInvalidRequest, problem);
   Message copies[3];
   ReplyWriter reply(request);
   bool is_fp32 = request.dtype() == DType::kF32;
@@ -41,7 +41,8 @@ PayloadRef computed(const Compute& compute, const RequestView& request,
   auto start = Clock::now();
   ForwardStatus status = compute.forward(compute.context, call, error, sizeof error);
   auto end = Clock::now();
-  if (status != ForwardStatus::kOk) return encode_refusal(request, status, error);
+  if (status != ForwardStatus::kOk)
+    return encode_refusal(request.request_id, status, error);
   return reply.seal(microseconds(start - arrival), microseconds(end - start));
 }
 
@@ -63,7 +64,7 @@ void answer(const Compute& compute, Job* job) {
   try {
     job->reply = computed(compute, job->request, job->arrival);
   } catch (const std::bad_alloc&) {
-    job->reply = encode_refusal(job->request, ForwardStatus::kInternal,
+    job->reply = encode_refusal(job->request.request_id, ForwardStatus::kInternal,
                                 "the duck has no memory for the request");
   }
   job->message = Message();

@@ -274,7 +274,7 @@ size_t Link::max_message_bytes(const Stream&) {
 void Link::on_message(Stream*, Message message) {
   if (is_lost_) return;
   ReplyView reply;
-  Parsed parsed = parse(message, &reply);
+  Parsed parsed = parse({message.data(), message.size()}, message.checksum, &reply);
   // A damaged reply has no id to trust: what is in flight is asked for again.
   if (parsed != Parsed::kOk || !reply.has_checksum) {
     const char* what = parsed == Parsed::kMalformed     ? "that does not parse"

@@ -131,7 +131,8 @@ void Peer::on_message(Stream* stream, Message message) {
   job->arrival = Clock::now();
   job->message = std::move(message);
   size_t num_bytes = job->message.size();
-  Parsed parsed = parse(job->message, &job->request);
+  Parsed parsed =
+      parse({job->message.data(), num_bytes}, job->message.checksum, &job->request);
   if (parsed != Parsed::kOk) {
     bool is_damaged = parsed == Parsed::kBadChecksum;
     return connection_.finish(

@@ -150,8 +150,8 @@ bool read_field(Reader* reader, uint32_t field, uint32_t wire_type, View* view) 
 }
 
 template <class View>
-Parsed parse_as(const Message& message, View* view) {
-  Reader reader(message.data(), message.size());
+Parsed parse_as(Slice message, uint32_t checksum, View* view) {
+  Reader reader(message.data, message.size);
   size_t num_covered = 0;
   uint32_t expected = 0;
   while (!reader.at_end()) {
@@ -168,7 +168,7 @@ Parsed parse_as(const Message& message, View* view) {
   }
   // It covers the bytes before it, and its tag has but one byte.
   if (view->has_checksum &&
-      (num_covered + kChecksumBytes != message.size() || message.checksum != expected))
+      (num_covered + kChecksumBytes != message.size || checksum != expected))
     return Parsed::kBadChecksum;
   return Parsed::kOk;
 }
@@ -236,8 +236,7 @@ class Writer {
   uint32_t crc_ = 0;
 };
 
-// No head is longer: nine fields of a tag and a varint.
-constexpr size_t kMaxHead = 9 * 11;
+bool is_known(DType dtype) { return dtype == DType::kBf16 || dtype == DType::kF32; }
 
 std::string tensor_misfit(const char* name, Slice got, uint64_t rows, uint64_t columns,
                           uint64_t element) {
@@ -254,16 +253,16 @@ std::string tensor_misfit(const char* name, Slice got, uint64_t rows, uint64_t c
 
 }  // namespace
 
-Parsed parse(const Message& message, RequestView* request) {
-  return parse_as(message, request);
+Parsed parse(Slice message, uint32_t checksum, RequestView* request) {
+  return parse_as(message, checksum, request);
 }
 
-Parsed parse(const Message& message, ReplyView* reply) {
-  return parse_as(message, reply);
+Parsed parse(Slice message, uint32_t checksum, ReplyView* reply) {
+  return parse_as(message, checksum, reply);
 }
 
 std::string misfit(const RequestView& request) {
-  if (request.dtype() != DType::kBf16 && request.dtype() != DType::kF32)
+  if (!is_known(request.dtype()))
     return "reply_dtype must be DTYPE_BF16 or DTYPE_F32, got " +
            std::to_string(request.reply_dtype);
   const struct {
@@ -282,72 +281,94 @@ std::string misfit(const RequestView& request) {
   return "";
 }
 
-PayloadRef encode_request(uint64_t request_id, const ForwardCall& call, DType dtype) {
-  uint8_t head[kMaxHead];
-  Writer writer(head);
-  writer.number(1, request_id);
-  writer.number(2, call.layer_idx);
-  writer.number(3, call.num_rows);
-  writer.number(4, call.hidden_size);
-  writer.number(5, call.num_topk);
-  writer.number(6, uint64_t(dtype));
-  // Tensors at an even address spare the duck a copy.
-  uint8_t hidden_head[kMaxHead];
-  Writer hidden_writer(hidden_head);
-  hidden_writer.bytes_head(7, size_t(call.num_rows) * call.hidden_size * 2);
-  if ((writer.at() - head + hidden_writer.at() - hidden_head) % 2)
-    writer.lengthen_last();
-  size_t head_bytes = size_t(writer.at() - head);
-  size_t hidden_bytes = size_t(call.num_rows) * call.hidden_size * 2;
-  size_t topk_bytes = size_t(call.num_rows) * call.num_topk * 4;
+std::string misfit(const ReplyView& reply) {
+  if (!is_known(DType(reply.dtype)))
+    return "dtype must be DTYPE_BF16 or DTYPE_F32, got " + std::to_string(reply.dtype);
+  return tensor_misfit("partial", reply.partial, reply.num_rows, reply.hidden_size,
+                       element_bytes(DType(reply.dtype)));
+}
 
-  uint8_t sizes[kMaxHead];
-  Writer measure(sizes);
-  measure.bytes_head(7, hidden_bytes);
-  measure.bytes_head(8, topk_bytes);
-  measure.bytes_head(9, topk_bytes);
-  auto payload =
-      std::make_shared<Payload>(head_bytes + size_t(measure.at() - sizes) +
-                                hidden_bytes + 2 * topk_bytes + kChecksumBytes);
-  std::memcpy(payload->message(), head, head_bytes);
-  Writer body(payload->message() + head_bytes, head_bytes);
-  body.bytes(7, call.hidden, hidden_bytes);
-  body.bytes(8, call.topk_ids, topk_bytes);
-  body.bytes(9, call.topk_weights, topk_bytes);
+RequestWriter::RequestWriter(uint64_t request_id, const ForwardCall& call, DType dtype)
+    : call_(call),
+      hidden_bytes_(size_t(call.num_rows) * call.hidden_size * 2),
+      topk_bytes_(size_t(call.num_rows) * call.num_topk * 4) {
+  Writer head(head_);
+  head.number(1, request_id);
+  head.number(2, call.layer_idx);
+  head.number(3, call.num_rows);
+  head.number(4, call.hidden_size);
+  head.number(5, call.num_topk);
+  head.number(6, uint64_t(dtype));
+  uint8_t scratch[kMaxHead];
+  Writer tensor_heads(scratch);
+  tensor_heads.bytes_head(7, hidden_bytes_);
+  // Tensors at an even address spare the duck a copy.
+  if ((head.at() - head_ + tensor_heads.at() - scratch) % 2) head.lengthen_last();
+  tensor_heads.bytes_head(8, topk_bytes_);
+  tensor_heads.bytes_head(9, topk_bytes_);
+  head_bytes_ = size_t(head.at() - head_);
+  num_bytes_ = head_bytes_ + size_t(tensor_heads.at() - scratch) + hidden_bytes_ +
+               2 * topk_bytes_ + kChecksumBytes;
+}
+
+void RequestWriter::write(uint8_t* message) const {
+  std::memcpy(message, head_, head_bytes_);
+  Writer body(message + head_bytes_, head_bytes_);
+  body.bytes(7, call_.hidden, hidden_bytes_);
+  body.bytes(8, call_.topk_ids, topk_bytes_);
+  body.bytes(9, call_.topk_weights, topk_bytes_);
   body.checksum();
+}
+
+PayloadRef encode_request(uint64_t request_id, const ForwardCall& call, DType dtype) {
+  RequestWriter writer(request_id, call, dtype);
+  auto payload = std::make_shared<Payload>(writer.num_bytes());
+  writer.write(payload->message());
   return payload;
 }
 
-ReplyWriter::ReplyWriter(const RequestView& request)
+ReplyFrame::ReplyFrame(const RequestView& request)
     : partial_bytes_(size_t(request.num_rows) * request.hidden_size *
                      element_bytes(request.dtype())) {
-  uint8_t head[kMaxHead];
-  Writer writer(head);
-  writer.number(1, request.request_id);
-  writer.number(2, uint64_t(ForwardStatus::kOk));
-  writer.number(4, request.num_rows);
-  writer.number(5, request.hidden_size);
-  writer.number(6, request.reply_dtype);
-  writer.bytes_head(9, partial_bytes_);
-  partial_at_ = size_t(writer.at() - head);
-  payload_ = std::make_shared<Payload>(
-      partial_at_ + partial_bytes_ + kTimesBytes + kChecksumBytes, partial_at_);
-  std::memcpy(payload_->message(), head, partial_at_);
+  Writer head(head_);
+  head.number(1, request.request_id);
+  head.number(2, uint64_t(ForwardStatus::kOk));
+  head.number(4, request.num_rows);
+  head.number(5, request.hidden_size);
+  head.number(6, request.reply_dtype);
+  head.bytes_head(9, partial_bytes_);
+  partial_at_ = size_t(head.at() - head_);
+  num_bytes_ = partial_at_ + partial_bytes_ + kTimesBytes + kChecksumBytes;
+}
+
+void ReplyFrame::begin(uint8_t* message) const {
+  std::memcpy(message, head_, partial_at_);
+}
+
+void ReplyFrame::seal(uint8_t* message, uint32_t queue_us, uint32_t compute_us) const {
+  size_t num_before = partial_at_ + partial_bytes_;
+  Writer tail(message + num_before, num_before);
+  tail.five_byte_number(7, queue_us);
+  tail.five_byte_number(8, compute_us);
+  tail.checksum();
+}
+
+ReplyWriter::ReplyWriter(const RequestView& request)
+    : frame_(request),
+      payload_(std::make_shared<Payload>(frame_.num_bytes(), frame_.partial_at())) {
+  frame_.begin(payload_->message());
 }
 
 PayloadRef ReplyWriter::seal(uint32_t queue_us, uint32_t compute_us) {
-  Writer writer(partial() + partial_bytes_, partial_at_ + partial_bytes_);
-  writer.five_byte_number(7, queue_us);
-  writer.five_byte_number(8, compute_us);
-  writer.checksum();
+  frame_.seal(payload_->message(), queue_us, compute_us);
   return std::move(payload_);
 }
 
-PayloadRef encode_refusal(const RequestView& request, ForwardStatus status,
+PayloadRef encode_refusal(uint64_t request_id, ForwardStatus status,
                           const std::string& error) {
   uint8_t head[kMaxHead];
   Writer writer(head);
-  writer.number(1, request.request_id);
+  writer.number(1, request_id);
   writer.number(2, uint64_t(status));
   writer.bytes_head(3, error.size());
   size_t head_bytes = size_t(writer.at() - head);

@@ -48,13 +48,50 @@ struct ReplyView {
 
 enum class Parsed { kOk, kMalformed, kBadChecksum };
 
-Parsed parse(const Message& message, RequestView* request);
-Parsed parse(const Message& message, ReplyView* reply);
+// `checksum` is that of all but the last kChecksumBytes of the message.
+Parsed parse(Slice message, uint32_t checksum, RequestView* request);
+Parsed parse(Slice message, uint32_t checksum, ReplyView* reply);
 
-// Why the sizes and tensors of a request do not fit each other; empty if they do.
+// Why sizes and tensors do not fit each other; empty if they do.
 std::string misfit(const RequestView& request);
+std::string misfit(const ReplyView& reply);
 
-// What the caller has as arrays; sizes as in ForwardCall.
+// No head of a message is longer: nine fields of a tag and a varint.
+constexpr size_t kMaxHead = 9 * 11;
+
+// A request in memory of the caller's choice. Sizes and arrays as in ForwardCall.
+class RequestWriter {
+ public:
+  RequestWriter(uint64_t request_id, const ForwardCall& call, DType dtype);
+  size_t num_bytes() const { return num_bytes_; }
+  void write(uint8_t* message) const;
+
+ private:
+  ForwardCall call_;
+  size_t hidden_bytes_, topk_bytes_;
+  uint8_t head_[kMaxHead];
+  size_t head_bytes_;
+  size_t num_bytes_;
+};
+
+// What stands around the partial sum of a reply.
+class ReplyFrame {
+ public:
+  explicit ReplyFrame(const RequestView& request);
+  size_t num_bytes() const { return num_bytes_; }
+  size_t partial_at() const { return partial_at_; }
+  size_t partial_bytes() const { return partial_bytes_; }
+  void begin(uint8_t* message) const;
+  // When the partial sum is in its place.
+  void seal(uint8_t* message, uint32_t queue_us, uint32_t compute_us) const;
+
+ private:
+  uint8_t head_[kMaxHead];
+  size_t partial_at_;
+  size_t partial_bytes_;
+  size_t num_bytes_;
+};
+
 PayloadRef encode_request(uint64_t request_id, const ForwardCall& call, DType dtype);
 
 // A reply whose partial sum is written later, then sealed.
@@ -62,16 +99,15 @@ class ReplyWriter {
  public:
   explicit ReplyWriter(const RequestView& request);
   // [num_rows][hidden_size], on a 64-byte boundary.
-  uint8_t* partial() { return payload_->message() + partial_at_; }
+  uint8_t* partial() { return payload_->message() + frame_.partial_at(); }
   PayloadRef seal(uint32_t queue_us, uint32_t compute_us);
 
  private:
-  size_t partial_at_;
-  size_t partial_bytes_;
+  ReplyFrame frame_;
   PayloadRef payload_;
 };
 
-PayloadRef encode_refusal(const RequestView& request, ForwardStatus status,
+PayloadRef encode_refusal(uint64_t request_id, ForwardStatus status,
                           const std::string& error);
 
 }  // namespace duck::stream

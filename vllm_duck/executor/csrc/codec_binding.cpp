@@ -1,0 +1,157 @@
+// The codec of the native stream to Python, for calls over grpcio. codec.py is the only
+// user and has checked plain numbers already.
+#include <string>
+
+#include "crc32c.h"
+#include "kernel_module.h"
+#include "proto.h"
+
+namespace duck {
+namespace {
+
+using namespace duck::binding;
+using namespace duck::stream;
+
+char* new_bytes(size_t num_bytes, PyObject** out) {
+  *out = PyBytes_FromStringAndSize(nullptr, Py_ssize_t(num_bytes));
+  return *out ? PyBytes_AsString(*out) : nullptr;
+}
+
+bool read_numbers(PyObject* const* args, int count, uint64_t* out) {
+  for (int i = 0; i < count; ++i) {
+    out[i] = PyLong_AsUnsignedLongLong(args[i]);
+    if (PyErr_Occurred()) return false;
+  }
+  return true;
+}
+
+// encode_request(request_id, layer_idx, num_rows, hidden_size, num_topk, reply_dtype,
+//                hidden, topk_ids, topk_weights) -> message
+PyObject* request_to_bytes(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  uint64_t n[6];
+  if (!require_args(num_args, 9) || !read_numbers(args, 6, n)) return nullptr;
+  size_t topk_bytes = n[2] * n[4] * 4;
+  BytesView hidden, ids, weights;
+  if (!hidden.get(args[6], n[2] * n[3] * 2) || !ids.get(args[7], topk_bytes) ||
+      !weights.get(args[8], topk_bytes))
+    return nullptr;
+  ForwardCall call = {uint32_t(n[1]),
+                      uint32_t(n[2]),
+                      uint32_t(n[3]),
+                      uint32_t(n[4]),
+                      static_cast<const uint16_t*>(hidden.data()),
+                      static_cast<const int32_t*>(ids.data()),
+                      static_cast<const float*>(weights.data()),
+                      nullptr,
+                      nullptr};
+  RequestWriter writer(n[0], call, DType(n[5]));
+  PyObject* message;
+  auto* to = reinterpret_cast<uint8_t*>(new_bytes(writer.num_bytes(), &message));
+  if (to) with_gil_if_short(writer.num_bytes(), [&] { writer.write(to); });
+  return message;
+}
+
+// encode_reply(request_id, num_rows, hidden_size, dtype, queue_us, compute_us, partial)
+// -> message
+PyObject* reply_to_bytes(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  uint64_t n[6];
+  if (!require_args(num_args, 7) || !read_numbers(args, 6, n)) return nullptr;
+  RequestView request;
+  request.request_id = n[0];
+  request.num_rows = uint32_t(n[1]);
+  request.hidden_size = uint32_t(n[2]);
+  request.reply_dtype = uint32_t(n[3]);
+  ReplyFrame frame(request);
+  BytesView partial;
+  if (!partial.get(args[6], frame.partial_bytes())) return nullptr;
+  PyObject* message;
+  auto* to = reinterpret_cast<uint8_t*>(new_bytes(frame.num_bytes(), &message));
+  if (!to) return nullptr;
+  with_gil_if_short(frame.num_bytes(), [&] {
+    frame.begin(to);
+    if (partial.size())
+      std::memcpy(to + frame.partial_at(), partial.data(), partial.size());
+    frame.seal(to, uint32_t(n[4]), uint32_t(n[5]));
+  });
+  return message;
+}
+
+// encode_refusal(request_id, status, error) -> message
+PyObject* refusal_to_bytes(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  uint64_t n[2];
+  Py_ssize_t size;
+  if (!require_args(num_args, 3) || !read_numbers(args, 2, n)) return nullptr;
+  const char* error = PyUnicode_AsUTF8AndSize(args[2], &size);
+  if (!error) return nullptr;
+  try {
+    auto payload =
+        encode_refusal(n[0], ForwardStatus(n[1]), std::string(error, size_t(size)));
+    return PyBytes_FromStringAndSize(reinterpret_cast<char*>(payload->message()),
+                                     Py_ssize_t(payload->message_bytes()));
+  } catch (const std::exception& failure) {
+    return raise(failure);
+  }
+}
+
+template <class View>
+Parsed parse_summed(const BytesView& message, View* view) {
+  auto* data = static_cast<const uint8_t*>(message.data());
+  size_t size = message.size();
+  uint32_t checksum = 0;
+  if (size > kChecksumBytes)
+    with_gil_if_short(size, [&] { checksum = crc32c(data, size - kChecksumBytes, 0); });
+  return parse({data, size}, checksum, view);
+}
+
+Py_ssize_t position(Slice tensor, const BytesView& message) {
+  return tensor.data ? tensor.data - static_cast<const uint8_t*>(message.data()) : 0;
+}
+
+// parse_request(message) -> (request_id, layer_idx, num_rows, hidden_size, num_topk,
+// reply_dtype, positions of hidden, topk_ids and topk_weights, misfit), or the number
+// of a Parsed
+PyObject* request_from_bytes(PyObject*, PyObject* object) {
+  BytesView message;
+  if (!message.get(object)) return nullptr;
+  RequestView view;
+  Parsed parsed = parse_summed(message, &view);
+  if (parsed != Parsed::kOk) return PyLong_FromLong(long(parsed));
+  std::string problem = misfit(view);
+  return Py_BuildValue(
+      "(KIIIIInnns#)", static_cast<unsigned long long>(view.request_id), view.layer_idx,
+      view.num_rows, view.hidden_size, view.num_topk, view.reply_dtype,
+      position(view.hidden, message), position(view.topk_ids, message),
+      position(view.topk_weights, message), problem.data(), Py_ssize_t(problem.size()));
+}
+
+// parse_reply(message) -> (request_id, status, error, num_rows, hidden_size, dtype,
+// queue_us, compute_us, position of partial, has_checksum, misfit), or the number of a
+// Parsed; error is bytes
+PyObject* reply_from_bytes(PyObject*, PyObject* object) {
+  BytesView message;
+  if (!message.get(object)) return nullptr;
+  ReplyView view;
+  Parsed parsed = parse_summed(message, &view);
+  if (parsed != Parsed::kOk) return PyLong_FromLong(long(parsed));
+  std::string problem = misfit(view);
+  return Py_BuildValue(
+      "(KIy#IIIIInis#)", static_cast<unsigned long long>(view.request_id), view.status,
+      view.error.data ? reinterpret_cast<const char*>(view.error.data) : "",
+      Py_ssize_t(view.error.size), view.num_rows, view.hidden_size, view.dtype,
+      view.queue_us, view.compute_us, position(view.partial, message),
+      int(view.has_checksum), problem.data(), Py_ssize_t(problem.size()));
+}
+
+}  // namespace
+
+std::vector<PyMethodDef> codec_functions() {
+  return {
+      fast("encode_request", request_to_bytes),
+      fast("encode_reply", reply_to_bytes),
+      fast("encode_refusal", refusal_to_bytes),
+      single("parse_request", request_from_bytes),
+      single("parse_reply", reply_from_bytes),
+  };
+}
+
+}  // namespace duck
