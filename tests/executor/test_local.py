@@ -124,6 +124,8 @@ def test_a_duck_that_hangs_is_a_timeout_with_its_name(bf16_checkpoint):
         Fleet.connect(ducks.endpoints, deadline_s=0.5) as fleet,
     ):
         os.kill(ducks.pids[1], signal.SIGSTOP)
+        # It may run on for a moment, and a moment is enough to answer.
+        os.waitpid(ducks.pids[1], os.WUNTRACED)
         with pytest.raises(DuckTimeout, match=ducks.endpoints[1]):
             fleet.start(make_request()).result()
         with pytest.raises(DuckTimeout, match=ducks.endpoints[1]):
