@@ -7,6 +7,7 @@ from statistics import median
 
 from benchmarks.common import Result
 from benchmarks.engines import in_fresh_process
+from benchmarks.grpcio_echo import echoed
 from benchmarks.overlap_engine import (
     MTP1,
     NUM_TURNS,
@@ -15,11 +16,18 @@ from benchmarks.overlap_engine import (
     one_duck,
     one_duck_settings,
 )
+from vllm_duck.executor.fan_out import FanOut
+from vllm_duck.executor.fleet import Fleet
 
 
 def depth(model_dir: Path, num_tokens: int) -> Iterator[Result]:
     us = in_fresh_process(measure_layer_us, model_dir, num_tokens)
-    for transport, target in (("native", "<= 100 us"), ("grpcio", "<= 250 us")):
+    for transport, target in (
+        ("native", "<= 100 us"),
+        ("grpcio", "<= 250 us"),
+        # No codec, no kernel: what grpcio itself takes of that.
+        ("a bare grpcio echo", ""),
+    ):
         yield Result(
             f"58 MoE layers over {transport}, beyond in process",
             "us_per_layer",
@@ -34,10 +42,13 @@ def depth(model_dir: Path, num_tokens: int) -> Iterator[Result]:
 def measure_layer_us(model_dir: Path, num_tokens: int) -> dict[str, float]:
     """A token's time over the MoE layers; one engine, whose ducks take turns."""
     with contextlib.ExitStack() as stack:
-        fleets = {"in process": fleet_in_process(model_dir)}
+        in_process = fleet_in_process(model_dir)
+        fleets: dict[str, Fleet | FanOut] = {"in process": in_process}
+        fleets["a bare grpcio echo"] = stack.enter_context(echoed(in_process))
         for transport in ("native", "grpcio"):
-            fleets[transport] = stack.enter_context(one_duck(model_dir, transport))
-        endpoints = [duck.name for duck in fleets["native"].ducks]
+            fleet = stack.enter_context(one_duck(model_dir, transport))
+            fleets[transport] = fleet
+            endpoints = [duck.name for duck in fleet.ducks]
         engine = Engine(model_dir, {"endpoints": endpoints}, None)
         seconds: dict[str, list[float]] = {name: [] for name in fleets}
         for _ in range(NUM_TURNS):

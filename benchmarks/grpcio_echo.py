@@ -1,0 +1,135 @@
+"""The least that a call over grpcio costs: bytes there and back, nothing else.
+
+A stream of plain grpcio at both ends, without protobuf, checksum, kernel or deadline.
+The server has the last cpu, as a local duck beside a host has.
+"""
+
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.common import end_with_parent
+from vllm_duck.executor.duck import CallTimes, MoeRequest
+from vllm_duck.executor.fan_out import FanOut, PendingSum
+from vllm_duck.executor.process import (
+    allowed_cpus,
+    run_on_cpus,
+    set_thread_cpus,
+    thread_cpus,
+)
+
+_SERVICE, _METHOD = "echo", "Echo"
+
+
+@contextmanager
+def echoed(ducks: FanOut) -> Iterator[FanOut]:
+    """`ducks` of this process, whose sums wait for an echo of the request's rows."""
+    with tempfile.TemporaryDirectory(prefix="grpcio-echo-") as directory:
+        endpoint = f"unix:{directory}/echo"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.grpcio_echo", endpoint],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError("the echo server did not start")
+            fan_out = run_on_cpus(
+                lambda: _EchoedFanOut(ducks, endpoint), allowed_cpus()
+            )
+            yield fan_out
+            fan_out.close()
+        finally:
+            process.terminate()
+            process.wait()
+
+
+class _EchoedFanOut:
+    """One request at a time: replies are taken for those of the oldest request."""
+
+    def __init__(self, ducks: FanOut, endpoint: str) -> None:
+        self._ducks = ducks
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._channel = grpc.insecure_channel(endpoint)
+        replies = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(
+            iter(self._outbox.get, None)
+        )
+        threading.Thread(target=self._read, args=(replies,), daemon=True).start()
+
+    def start(self, request: MoeRequest) -> PendingSum:
+        self._outbox.put(request.hidden.tobytes())
+        return _EchoedSum(self._ducks, request, self._inbox)
+
+    def statistics(self) -> list:
+        return self._ducks.statistics()
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._channel.close()
+
+    def _read(self, replies: Iterator[bytes]) -> None:
+        for message in replies:
+            self._inbox.put(message)
+
+
+class _EchoedSum:
+    def __init__(
+        self, ducks: FanOut, request: MoeRequest, inbox: queue.SimpleQueue[bytes]
+    ) -> None:
+        self._ducks = ducks
+        self._request = request
+        self._inbox = inbox
+        self._sum: PendingSum | None = None
+
+    def _finish(self) -> PendingSum:
+        if self._sum is None:
+            self._inbox.get()
+            self._sum = self._ducks.start(self._request)
+        return self._sum
+
+    def is_done(self) -> bool:
+        return self._sum is not None
+
+    def replies(self) -> list:
+        return self._finish().replies()
+
+    def times(self) -> CallTimes:
+        return self._finish().times()
+
+    def result(self) -> npt.NDArray[np.float32]:
+        return self._finish().result()
+
+
+def main() -> None:
+    set_thread_cpus(sorted(thread_cpus())[-1:])
+    end_with_parent()
+
+    def echo(messages: Iterator[bytes], context: object) -> Iterator[bytes]:
+        yield from messages
+
+    handler = grpc.stream_stream_rpc_method_handler(echo)
+    server = grpc.server(ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),)
+    )
+    server.add_insecure_port(sys.argv[1])
+    server.start()
+    print("ready", flush=True)
+    while True:
+        time.sleep(3600)
+
+
+if __name__ == "__main__":
+    main()
