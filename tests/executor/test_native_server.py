@@ -1,5 +1,6 @@
 """The native server towards stock clients: one endpoint, every method, its limits."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -380,3 +381,17 @@ def test_a_host_that_keeps_its_connection_open_does_not_hold_up_a_stop(server):
         stopper.start()
         stopper.join(60)
         assert not stopper.is_alive()
+
+
+def test_hosts_that_leave_their_ended_connections_open_keep_no_one_out(server):
+    """More of them than a duck has room for."""
+    address = server.endpoint.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            host = socket.create_connection((address[0], int(address[2])))
+            stack.enter_context(host)
+            host.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            while host.recv(4096):
+                pass
+        with calling("native", [server.endpoint]) as fan_out:
+            fan_out.start(make_request()).result()

@@ -71,6 +71,8 @@ class Connection {
   bool flush();
   // Something could not be written yet.
   bool is_clogged() const { return !queue_.is_empty(); }
+  // Server: all is said, and the peer's to close.
+  bool is_over() const { return is_over_; }
   // Closing it now could lose what was sent.
   bool has_unread_bytes() const;
   // Why receive() or flush() returned false.

@@ -157,7 +157,7 @@ void Server::on_readiness(uint64_t key, uint32_t events) {
 void Server::accept_from(int listener) {
   int socket = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
   if (socket < 0) return;
-  if (peers_.size() >= kMaxPeers) {
+  if (peers_.size() >= kMaxPeers && !drop_one_that_is_over()) {
     ::close(socket);
     return;
   }
@@ -167,6 +167,16 @@ void Server::accept_from(int listener) {
   watch(epoll_, EPOLL_CTL_ADD, socket, id, EPOLLIN);
   Peer* added = (peers_[id] = std::move(peer)).get();
   after_io(added, added->connection().flush());
+}
+
+// Hosts to whom all is said need not close their connections.
+bool Server::drop_one_that_is_over() {
+  for (auto& [id, peer] : peers_)
+    if (peer->connection().is_over()) {
+      peers_.erase(id);
+      return true;
+    }
+  return false;
 }
 
 void Server::close_listeners() {

@@ -55,6 +55,7 @@ class Server : private Peer::House {
   void serve();
   void on_readiness(uint64_t key, uint32_t events);
   void accept_from(int listener);
+  bool drop_one_that_is_over();
   void close_listeners();
   void post(Task task);
   void run_posted();
