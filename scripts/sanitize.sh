@@ -52,10 +52,10 @@ VLLM_DUCK_EXTENSION=_$extension VLLM_DUCK_LDFLAGS=$flags \
   "$python" setup.py -q build_ext --inplace
 
 case $extension in
-kernel) tests="kernel kernel_shards kernel_errors requantize checksums" ;;
+kernel) tests="kernel kernel_shards kernel_errors requantize checksums codec crc32c" ;;
 stream)
   tests="stream_fuzz wire_matrix wire_cuts wire_faults wire_stock_server native_server"
-  tests="$tests native_sum crc32c"
+  tests="$tests native_sum"
   ;;
 esac
 

@@ -12,10 +12,12 @@ from vllm_duck.executor import codec, duck_pb2
 from vllm_duck.executor.codec import ChecksumError, ReplyStatus, RequestShapeError
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 300])
+@pytest.mark.parametrize(
+    ("num_rows", "hidden_size"), [(0, 32), (1, 32), (2, 33), (300, 7168)]
+)
 @pytest.mark.parametrize("reply_dtype", ["bf16", "fp32"])
-def test_a_request_comes_back_as_it_was(num_rows, reply_dtype):
-    request = make_request(max(num_rows, 1))
+def test_a_request_comes_back_as_it_was(num_rows, hidden_size, reply_dtype):
+    request = make_request(max(num_rows, 1), hidden_size=hidden_size)
     if num_rows == 0:
         request = type(request)(
             layer_idx=2,
@@ -57,9 +59,10 @@ def test_the_generated_class_reads_what_is_written(hidden_size):
     assert encoded.message.index(expected.hidden) % 2 == 0
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (3, 4), (300, 7168)])
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
-def test_a_reply_comes_back_as_it_was(dtype):
-    partial = np.arange(12).reshape(3, 4).astype(dtype)
+def test_a_reply_comes_back_as_it_was(shape, dtype):
+    partial = np.arange(shape[0] * shape[1]).reshape(shape).astype(dtype)
     message = codec.encode_reply(partial, request_id=9, queue_us=5, compute_us=6)
     reply = codec.decode_reply(message)
     assert (reply.request_id, reply.queue_us, reply.compute_us) == (9, 5, 6)
