@@ -4,8 +4,9 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +21,42 @@ KV_CACHE_BYTES = 256 << 20
 
 def in_fresh_process(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Run a module-level function in a process of its own; its output goes nowhere."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_be_quiet) as pool:
+    with _fresh_process() as pool:
         return pool.submit(function, *args, **kwargs).result()
+
+
+@contextmanager
+def held_in_process(make: Callable[..., Any], *args: Any) -> Iterator["Held"]:
+    """What `make` makes, in a process of its own, to be asked by turns with others."""
+    with _fresh_process() as pool:
+        pool.submit(_hold, make, args).result()
+        yield Held(pool)
+
+
+class Held:
+    """An object in another process."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
+
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._pool.submit(_ask, method, args, kwargs).result()
+
+
+def _fresh_process() -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_be_quiet)
+
+
+_held: list[Any] = []
+
+
+def _hold(make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _held.append(make(*args))
+
+
+def _ask(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return getattr(_held[0], method)(*args, **kwargs)
 
 
 def start_engine(

@@ -6,8 +6,9 @@ duck behind 2.5 Gb/s and 100 us in a network namespace (needs root; left out els
 Saved share and efficiency are the log line's: of the serial time, and of what a perfect
 overlap would save. Tokens a second compare whole engines; the formula is
 (1 + acceptance) (c + d) / (2 max(c, d)). The models have random weights and a chosen
-acceptance (random_model.py), but for the bundled one. --quick is `paced` and `real` at
-c = d; all of it starts 23 engines and takes about 25 minutes on two cores.
+acceptance (random_model.py), but for the bundled one. What is compared takes turns, in
+engines that live side by side. --quick is `paced` and `real` at c = d; all of it starts
+20 engines and takes about 25 minutes on two cores.
 """
 
 import tempfile

@@ -88,6 +88,7 @@ class Engine:
         self.meter = OverlapMeter()
         if duck is not None:
             self.meter = self.runner.meter
+            self.default_policy = self.runner.model.model.lane_policy
             self.set_lanes(True)
 
     def set_lanes(self, overlaps: bool) -> None:
@@ -98,9 +99,7 @@ class Engine:
 
     def choose_lanes(self) -> None:
         """In lanes where that measures quicker: what users get."""
-        from vllm_duck.models.lanes import LanePolicy
-
-        self.runner.model.model.lane_policy = LanePolicy(overlaps=True)
+        self.runner.model.model.lane_policy = self.default_policy
 
     def decode(self, num_tokens: int, *, batch: int = 1) -> dict[str, float]:
         """Tokens a second behind the prompts, and the lanes' figures of those steps.

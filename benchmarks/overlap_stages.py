@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common import Result
-from benchmarks.engines import in_fresh_process
+from benchmarks.engines import held_in_process, in_fresh_process
 from benchmarks.network import delayed, linked_namespace
 from benchmarks.overlap_engine import MTP1, PREFILL_TOKENS, Engine, one_duck_settings
+from benchmarks.overlap_tokens import by_turns, formula
 from benchmarks.paced_duck import Pace, leave_a_cpu, paced_duck
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -20,21 +21,25 @@ def paced(
 ) -> Iterator[Result]:
     with paced_duck(model_dir) as (endpoint, pace_file):
         duck = (model_dir, endpoint, pace_file)
-        found = in_fresh_process(sweep, *duck, num_tokens, ratios)
-        yield from _sweep_results("paced", found)
+        yield from _sweep_results(
+            "paced", in_fresh_process(sweep, *duck, num_tokens, ratios)
+        )
         # At the pace that the sweep leaves, for a lane's row as for a plain token.
-        plain = in_fresh_process(measure_paced, *duck[:2], None, num_tokens)["tok_s"]
-        pairs = in_fresh_process(measure_paced, *duck[:2], MTP1, num_tokens)
-    c_s, d_s = pairs["stage0_s"], pairs["stage1_s"]
-    formula = (1 + pairs["acceptance"]) * (c_s + d_s) / (2 * max(c_s, d_s))
+        make = (_paced_engine, *duck[:2])
+        with (
+            held_in_process(*make, None) as plain,
+            held_in_process(*make, MTP1) as pairs,
+        ):
+            found = by_turns({"plain": plain, "lanes": pairs}, num_tokens)
+    c_s, d_s = (found["lanes"][stage] for stage in ("stage0_s", "stage1_s"))
     yield Result(
         f"paced duck_mtp1 with lanes, c = {c_s * 1e3:.2f} ms, d = {d_s * 1e3:.2f} ms",
         "decode",
-        pairs["tok_s"],
+        found["lanes"]["tok_s"],
         "tok/s",
         "plain",
-        plain,
-        target=f"ratio >= 1.3; formula {formula:.2f}",
+        found["plain"]["tok_s"],
+        target=f"ratio >= 1.3; formula {formula(found['lanes']):.2f}",
     )
 
 
@@ -103,13 +108,11 @@ def sweep(
     return found
 
 
-def measure_paced(
-    model_dir: Path, endpoint: str, speculation: dict[str, str] | None, num_tokens: int
-) -> dict[str, float]:
+def _paced_engine(
+    model_dir: Path, endpoint: str, speculation: dict[str, str] | None
+) -> Engine:
     leave_a_cpu()
-    engine = Engine(model_dir, {"endpoints": [endpoint]}, speculation)
-    engine.decode(16)
-    return engine.decode(num_tokens)
+    return Engine(model_dir, {"endpoints": [endpoint]}, speculation)
 
 
 def _settle(

@@ -1,88 +1,103 @@
 """Tokens a second of whole engines: plain, serial, in lanes, gated; stock vLLM's."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
+from typing import Any
 
 from benchmarks.common import Result
-from benchmarks.engines import in_fresh_process
+from benchmarks.engines import Held, held_in_process, in_fresh_process
 from benchmarks.overlap_engine import MTP1, NUM_TURNS, Engine, one_duck_settings
 from benchmarks.random_model import WIDE, write_random_model
 
+# What an engine is told before its turn, if anything.
+_MODES: dict[str, tuple[Any, ...]] = {
+    "serial": ("set_lanes", False),
+    "lanes": ("set_lanes", True),
+    "chosen": ("choose_lanes",),
+}
+
+
+def by_turns(
+    engines: dict[str, Held], num_tokens: int, *, batch: int = 1
+) -> dict[str, dict[str, float]]:
+    """Medians of the figures of each mode; all modes see the same machine."""
+    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in engines}
+    for turn in range(NUM_TURNS + 1):
+        for mode, engine in engines.items():
+            if mode in _MODES:
+                engine.ask(*_MODES[mode])
+            figures = engine.ask("decode", num_tokens // NUM_TURNS, batch=batch)
+            # The first one warms up.
+            if turn:
+                found[mode].append(figures)
+    return {
+        mode: {key: median(each[key] for each in turns) for key in turns[0]}
+        for mode, turns in found.items()
+    }
+
 
 def whole_engines(name: str, model_dir: Path, num_tokens: int) -> Iterator[Result]:
-    plain, batch = in_fresh_process(measure_plain, model_dir, num_tokens)
-    pairs = in_fresh_process(measure_pairs, model_dir, num_tokens)
-    c_s, d_s, alpha = (pairs[k] for k in ("stage0_s", "stage1_s", "acceptance"))
-    formula = (1 + alpha) * (c_s + d_s) / (2 * max(c_s, d_s))
+    make = (Engine, model_dir, one_duck_settings())
+    with held_in_process(*make, None) as plain, held_in_process(*make, MTP1) as pairs:
+        found = by_turns(
+            {"plain": plain, "serial": pairs, "lanes": pairs, "chosen": pairs},
+            num_tokens,
+        )
+        batch = by_turns({"serial": plain, "lanes": plain}, num_tokens // 2, batch=4)
+    tok_s = {mode: each["tok_s"] for mode, each in found.items()}
     yield Result(
-        f"{name} batch 4, lanes", "decode", batch[True], "tok/s", "serial", batch[False]
-    )
-    yield Result(
-        f"{name} duck_mtp1 serial", "decode", pairs["serial"], "tok/s", "plain", plain
-    )
-    yield Result(
-        f"{name} duck_mtp1 with lanes",
+        f"{name} batch 4, lanes",
         "decode",
-        pairs["lanes"],
+        batch["lanes"]["tok_s"],
         "tok/s",
-        "plain",
-        plain,
-        target=f"formula {formula:.2f}",
+        "serial",
+        batch["serial"]["tok_s"],
     )
+    for case, mode, target in (
+        ("serial", "serial", ""),
+        ("with lanes", "lanes", f"formula {formula(found['lanes']):.2f}"),
+        ("as by default", "chosen", ""),
+    ):
+        yield Result(
+            f"{name} duck_mtp1 {case}",
+            "decode",
+            tok_s[mode],
+            "tok/s",
+            "plain",
+            tok_s["plain"],
+            target=target,
+        )
 
 
-def measure_plain(model_dir: Path, num_tokens: int) -> tuple[float, dict[bool, float]]:
-    engine = Engine(model_dir, one_duck_settings(), None)
-    engine.decode(16)
-    plain = engine.decode(num_tokens)["tok_s"]
-    engine.decode(8, batch=4)
-    turns = _take_turns(engine, num_tokens // 2, batch=4)
-    return plain, {name: _tok_s(each) for name, each in turns.items()}
-
-
-def measure_pairs(model_dir: Path, num_tokens: int) -> dict[str, float]:
-    engine = Engine(model_dir, one_duck_settings(), MTP1)
-    engine.decode(16)
-    turns = _take_turns(engine, num_tokens)
-    means = {key: mean(each[key] for each in turns[True]) for key in turns[True][0]}
-    return {**means, "serial": _tok_s(turns[False]), "lanes": _tok_s(turns[True])}
-
-
-def _take_turns(
-    engine: Engine, num_tokens: int, *, batch: int = 1
-) -> dict[bool, list[dict[str, float]]]:
-    """The figures in lanes and without, by turns: both see the same machine."""
-    turns: dict[bool, list[dict[str, float]]] = {False: [], True: []}
-    for _ in range(NUM_TURNS):
-        for overlaps, found in turns.items():
-            engine.set_lanes(overlaps)
-            found.append(engine.decode(num_tokens // NUM_TURNS, batch=batch))
-    return turns
-
-
-def _tok_s(turns: list[dict[str, float]]) -> float:
-    return median(each["tok_s"] for each in turns)
+def formula(figures: dict[str, float]) -> float:
+    """What lanes of draft and confirmed token make of plain decoding, at best."""
+    c_s, d_s, alpha = (figures[k] for k in ("stage0_s", "stage1_s", "acceptance"))
+    return (1 + alpha) * (c_s + d_s) / (2 * max(c_s, d_s))
 
 
 def beside_stock(model_dir: Path, dense_dir: Path, num_tokens: int) -> Iterator[Result]:
     """The same weights as dense deepseek_v3: stock vLLM has the experts in process."""
     in_fresh_process(write_dense, model_dir, dense_dir)
-    stock = in_fresh_process(measure_stock, dense_dir, num_tokens)
-    always = in_fresh_process(measure_pairs, model_dir, num_tokens)["lanes"]
-    chosen = in_fresh_process(measure_choice, model_dir, num_tokens)
-    for case, ours, target in (
-        ("always in lanes", always, ""),
-        ("in lanes where they pay, as by default", chosen, "ratio >= 1"),
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    with (
+        held_in_process(Engine, dense_dir, None, speculation) as stock,
+        held_in_process(Engine, model_dir, one_duck_settings(), MTP1) as ours,
+    ):
+        found = by_turns({"plain": stock, "lanes": ours, "chosen": ours}, num_tokens)
+    for case, mode, target in (
+        ("always in lanes", "lanes", ""),
+        ("in lanes where they pay, as by default", "chosen", "ratio >= 1"),
     ):
         yield Result(
             f"bundled duck_mtp1, {case}",
             "decode",
-            ours,
+            found[mode]["tok_s"],
             "tok/s",
             "vLLM mtp, dense V3",
-            stock,
+            found["plain"]["tok_s"],
             target=target,
         )
 
@@ -97,19 +112,6 @@ def write_dense(model_dir: Path, dense_dir: Path) -> None:
     )
 
 
-def measure_stock(dense_dir: Path, num_tokens: int) -> float:
-    engine = Engine(dense_dir, None, {"method": "mtp", "num_speculative_tokens": 1})
-    engine.decode(16)
-    return engine.decode(num_tokens)["tok_s"]
-
-
-def measure_choice(model_dir: Path, num_tokens: int) -> float:
-    engine = Engine(model_dir, one_duck_settings(), MTP1)
-    engine.choose_lanes()
-    engine.decode(100)
-    return engine.decode(num_tokens)["tok_s"]
-
-
 def gated(directory: Path, num_tokens: int) -> Iterator[Result]:
     """Where drafting cannot pay: drafts that fail, and a batch that fills the time."""
     for name, acceptance, batch in (
@@ -119,37 +121,27 @@ def gated(directory: Path, num_tokens: int) -> Iterator[Result]:
         sizes = replace(WIDE, acceptance=acceptance)
         model_dir = write_random_model(sizes, directory / f"gate{batch}")
 
-        def measured(
+        def engine(
             speculation: dict[str, str] | None,
             gate: bool,
             model_dir: Path = model_dir,
-            batch: int = batch,
-        ) -> float:
-            return in_fresh_process(
-                measure_gate, model_dir, speculation, gate, num_tokens, batch
-            )
+        ) -> AbstractContextManager[Held]:
+            duck = {**one_duck_settings(), "draft_gate": gate}
+            return held_in_process(Engine, model_dir, duck, speculation)
 
-        plain = measured(None, False)
-        for shown, gate in (("always", False), ("with the gate", True)):
+        with (
+            engine(None, False) as plain,
+            engine(MTP1, False) as always,
+            engine(MTP1, True) as with_gate,
+        ):
+            engines = {"plain": plain, "always": always, "with the gate": with_gate}
+            found = by_turns(engines, 4 * num_tokens * batch, batch=batch)
+        for shown in ("always", "with the gate"):
             yield Result(
                 f"{name}, duck_mtp1 {shown}",
                 "decode",
-                measured(MTP1, gate),
+                found[shown]["tok_s"],
                 "tok/s",
                 "plain",
-                plain,
+                found["plain"]["tok_s"],
             )
-
-
-def measure_gate(
-    model_dir: Path,
-    speculation: dict[str, str] | None,
-    gate: bool,
-    num_tokens: int,
-    batch: int,
-) -> float:
-    duck = {**one_duck_settings(), "draft_gate": gate}
-    engine = Engine(model_dir, duck, speculation)
-    # The gate decides within the first steps.
-    engine.decode(40 * batch, batch=batch)
-    return engine.decode(4 * num_tokens * batch, batch=batch)["tok_s"]
