@@ -186,8 +186,11 @@ def test_a_kernel_that_fails_is_an_error_of_that_call_alone(start_server, connec
     duck.start(make_request()).result()
 
 
-def test_a_kernel_with_a_wrong_result_is_an_error(start_server, connect):
-    duck = connect(start_server(lambda request, dtype: np.zeros((1, 1))).endpoint)
+@pytest.mark.parametrize(
+    "wrong", [np.zeros((1, 1)), np.zeros((32, 3), np.uint16).T], ids=["form", "order"]
+)
+def test_a_kernel_with_a_wrong_result_is_an_error(start_server, connect, wrong):
+    duck = connect(start_server(lambda request, dtype: wrong).endpoint)
     with pytest.raises(DuckUnavailable, match="the kernel must return"):
         duck.start(make_request()).result()
 
@@ -207,6 +210,16 @@ def test_the_deadline_raises_duck_timeout_and_the_stream_goes_on(start_server, c
         except DuckTimeout:
             continue
     pytest.fail("no call succeeded after a late one")
+
+
+def test_a_reply_that_is_there_is_no_timeout_for_any_thread(start_server, connect):
+    duck = connect(start_server().endpoint, deadline_s=2)
+    pending = duck.start(make_request())
+    pending.result()
+    pending._deadline_s = 0.0
+    with futures.ThreadPoolExecutor(8) as pool:
+        for result in [pool.submit(pending.result) for _ in range(4000)]:
+            result.result()
 
 
 def test_a_server_that_stops_at_once_fails_the_calls_in_flight(start_server, connect):

@@ -1,13 +1,14 @@
 """The codec gives back what it was given, and refuses bytes that do not fit."""
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
 
 from tests.executor.checksums import sealed
 from tests.executor.mini_model import make_info, make_request
-from vllm_duck.errors import DuckProtocolError
+from vllm_duck.errors import DuckProtocolError, DuckShapeError
 from vllm_duck.executor import codec, duck_pb2
 from vllm_duck.executor.codec import ChecksumError, ReplyStatus, RequestShapeError
 
@@ -105,6 +106,10 @@ def test_bytes_that_do_not_parse_are_a_protocol_error(decode, match):
     [
         ({"num_rows": 4}, r"hidden of shape \[4, 32\] must have 256 bytes, got 192"),
         ({"hidden_size": 2**31}, "hidden of shape"),
+        (
+            {"num_rows": 2**31, "num_topk": 2**31, "hidden_size": 0, "hidden": b""},
+            "must have 2\\^64 or more bytes, got 24",
+        ),
         ({"num_topk": 3}, r"topk_ids of shape \[3, 3\] must have 36 bytes, got 24"),
         ({"topk_weights": b"1"}, r"topk_weights of shape \[3, 2\] must have 24 bytes"),
         ({"reply_dtype": 0}, "reply_dtype must be DTYPE_BF16 or DTYPE_F32, got 0"),
@@ -162,6 +167,23 @@ def test_a_wrong_checksum_says_so():
     damaged = encoded.message[:-1] + bytes([encoded.message[-1] ^ 1])
     with pytest.raises(ChecksumError, match="with a wrong checksum"):
         codec.decode_request(damaged)
+
+
+def test_numbers_that_no_message_holds_are_refused():
+    request = make_request()
+    too_large = dataclasses.replace(request, layer_idx=1 << 32)
+    with pytest.raises(DuckShapeError, match="must be below 2\\^32, got 4294967296"):
+        codec.encode_request(too_large, request_id=7, reply_dtype="bf16")
+    with pytest.raises(OverflowError):
+        codec.encode_request(
+            dataclasses.replace(request, layer_idx=-1), request_id=7, reply_dtype="bf16"
+        )
+    partial = np.zeros((3, 4), np.float32)
+    with pytest.raises(DuckShapeError, match="must be below 2"):
+        codec.encode_reply(partial, request_id=1, queue_us=0, compute_us=1 << 32)
+    numpy_number = dataclasses.replace(request, layer_idx=np.int64(2))
+    encoded = codec.encode_request(numpy_number, request_id=7, reply_dtype="bf16")
+    assert codec.decode_request(encoded.message).request.layer_idx == 2
 
 
 def test_a_reply_is_read_by_the_generated_class():

@@ -320,6 +320,43 @@ def test_a_duck_that_stops_ends_its_streams_and_is_then_unavailable(server):
             fan_out.start(make_request()).result()
 
 
+# The preface, SETTINGS, and the headers of a Forward call.
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def _literal(name, value):
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+_HEADERS = b"".join(
+    _literal(*pair)
+    for pair in (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", b"/duck.v1.Duck/Forward"),
+        (b":authority", b"duck"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+    )
+)
+_OPEN_CALL = (
+    _PREFACE
+    + b"\0\0\0\4\0\0\0\0\0"
+    + len(_HEADERS).to_bytes(3, "big")
+    + b"\1\4\0\0\0\1"
+    + _HEADERS
+)
+
+
+def _connected(endpoint):
+    if endpoint.startswith("unix:"):
+        host = socket.socket(socket.AF_UNIX)
+        host.connect(endpoint.removeprefix("unix:"))
+        return host
+    address, _, port = endpoint.rpartition(":")
+    return socket.create_connection((address, int(port)))
+
+
 def _stop_with_unread_replies(server, meddler, fan_out):
     """Has the duck drain 20 requests whose replies the host cannot read yet."""
     fan_out.start(make_request()).result()
@@ -370,28 +407,37 @@ def test_replies_outlive_the_duck_that_gave_them(server):
     meddler.close()
 
 
-def test_a_host_that_keeps_its_connection_open_does_not_hold_up_a_stop(server):
-    host, _, port = server.endpoint.rpartition(":")
-    with (
-        socket.create_connection((host, int(port))),
-        calling("native", [server.endpoint]) as fan_out,
-    ):
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_hosts_that_do_nothing_do_not_hold_up_a_stop(kind, tmp_path):
+    listen = "127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path / 'duck'}"
+    with serving("native", listen=listen) as server, contextlib.ExitStack() as stack:
+        # One has said nothing; one reads no more; one broke off within a call.
+        stack.enter_context(_connected(server.endpoint))
+        meddler = Meddler(server.endpoint) if kind == "tcp" else None
+        endpoint = meddler.endpoint if meddler else server.endpoint
+        fan_out = stack.enter_context(calling("native", [endpoint]))
         fan_out.start(make_request()).result()
+        garbled = stack.enter_context(_connected(server.endpoint))
+        garbled.sendall(_OPEN_CALL + b"\0\0\1\0\0\0\0\0\0x")
+        if meddler:
+            meddler.hold()
         stopper = threading.Thread(target=server.stop, args=(3600,))
         stopper.start()
         stopper.join(60)
         assert not stopper.is_alive()
+        if meddler:
+            meddler.close()
 
 
 def test_hosts_that_leave_their_ended_connections_open_keep_no_one_out(server):
     """More of them than a duck has room for."""
-    address = server.endpoint.rpartition(":")
     with contextlib.ExitStack() as stack:
         for _ in range(300):
-            host = socket.create_connection((address[0], int(address[2])))
-            stack.enter_context(host)
-            host.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            while host.recv(4096):
-                pass
+            host = stack.enter_context(_connected(server.endpoint))
+            # A call, and then a frame that ends the connection.
+            host.sendall(_OPEN_CALL + b"\0\0\1\0\0\0\0\0\0x")
+            with contextlib.suppress(ConnectionResetError):
+                while host.recv(4096):
+                    pass
         with calling("native", [server.endpoint]) as fan_out:
             fan_out.start(make_request()).result()

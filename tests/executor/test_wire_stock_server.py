@@ -113,18 +113,31 @@ def test_compressed_replies_are_refused_by_name(stock_server, client):
             pending.result()
 
 
-@pytest.mark.parametrize("client", [NATIVE])
-def test_a_reply_of_another_shape_is_a_protocol_error(stock_server, client):
-    def smaller(messages, context):
+@pytest.mark.parametrize("client", BOTH_CLIENTS)
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda partial: partial[:1], r"\[1, 32\] in 64"),
+        # It would broadcast.
+        (lambda partial: partial[:1, :1], r"\[1, 1\] in 2"),
+        (bf16_to_f32, r"\[3, 32\] in 384"),
+    ],
+    ids=["rows", "one number", "dtype"],
+)
+def test_a_reply_of_another_form_is_a_protocol_error(stock_server, client, change, got):
+    def changed(messages, context):
         for message in messages:
             decoded = codec.decode_request(message)
-            partial = echo(decoded.request, decoded.reply_dtype)[:1]
+            partial = change(echo(decoded.request, decoded.reply_dtype))
             yield codec.encode_reply(
-                partial, request_id=decoded.request_id, queue_us=0, compute_us=0
+                np.ascontiguousarray(partial),
+                request_id=decoded.request_id,
+                queue_us=0,
+                compute_us=0,
             )
 
-    with calling(client, [stock_server(smaller)]) as fan_out:
-        match = r"expected a partial sum of shape \[3, 32\] in 192 bytes, got \[1, 32\]"
+    with calling(client, [stock_server(changed)]) as fan_out:
+        match = rf"expected a partial sum of shape \[3, 32\] in 192 bytes, got {got}"
         with pytest.raises(DuckProtocolError, match=match):
             fan_out.start(make_request()).result()
 

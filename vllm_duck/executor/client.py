@@ -8,6 +8,7 @@ Invariants, pinned by tests:
 """
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Collection
@@ -20,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from vllm_duck.errors import DuckError, DuckProtocolError, DuckTimeout, DuckUnavailable
 from vllm_duck.executor.codec import (
     DESCRIBE_REQUEST,
+    NUMPY_DTYPE,
     DecodedReply,
     decode_info,
     decode_reply,
@@ -154,7 +156,7 @@ class GrpcDuck:
         Raises:
             DuckTransportError: the stream has ended; the reason why it did.
         """
-        pending = _Pending(self._name, self._deadline_s)
+        pending = _Pending(self._name, self._deadline_s, encoded)
         with self._lock:
             if self._end_reason is not None:
                 raise _renewed(self._end_reason)
@@ -244,9 +246,18 @@ class GrpcDuck:
         if reply.partial is None:
             pending.finish(error_of_reply(self._name, reply.status, reply.error))
             return
+        partial = reply.partial
+        if (partial.shape, partial.nbytes) != (pending.shape, pending.num_bytes):
+            problem = (
+                f"expected a partial sum of shape {list(pending.shape)} in "
+                f"{pending.num_bytes} bytes, got {list(partial.shape)} in "
+                f"{partial.nbytes}"
+            )
+            pending.finish(DuckProtocolError(f"duck {self._name}: {problem}"))
+            return
         pending.finish(
             MoeReply(
-                partial=reply.partial,
+                partial=partial,
                 queue_us=reply.queue_us,
                 compute_us=reply.compute_us,
                 rtt_us=(arrival_ns - pending.start_ns) // 1000,
@@ -270,10 +281,21 @@ class GrpcDuck:
 class _Pending:
     """One request in flight."""
 
-    __slots__ = ("_deadline_s", "_done", "_name", "_outcome", "start_ns")
+    __slots__ = (
+        "_deadline_s",
+        "_done",
+        "_name",
+        "_outcome",
+        "num_bytes",
+        "shape",
+        "start_ns",
+    )
 
-    def __init__(self, name: str, deadline_s: float) -> None:
+    def __init__(self, name: str, deadline_s: float, encoded: EncodedRequest) -> None:
         self._name = name
+        self.shape = encoded.shape
+        dtype = NUMPY_DTYPE[encoded.reply_dtype]
+        self.num_bytes = math.prod(encoded.shape) * dtype.itemsize
         self._deadline_s = deadline_s
         self._outcome: MoeReply | DuckError | None = None
         # Held until the outcome is there. A bare lock because it wakes its one waiter
@@ -286,14 +308,16 @@ class _Pending:
         return self._outcome is not None
 
     def result(self) -> MoeReply:
-        passed_s = (time.perf_counter_ns() - self.start_ns) / 1e9
-        if not self._done.acquire(timeout=max(0.0, self._deadline_s - passed_s)):
-            raise DuckTimeout(
-                f"duck {self._name} did not answer within deadline_s="
-                f"{self._deadline_s}; raise deadline_s if it is only slow"
-            )
-        # For another call of result().
-        self._done.release()
+        if self._outcome is None:
+            passed_s = (time.perf_counter_ns() - self.start_ns) / 1e9
+            if self._done.acquire(timeout=max(0.0, self._deadline_s - passed_s)):
+                # For another call of result().
+                self._done.release()
+            elif self._outcome is None:
+                raise DuckTimeout(
+                    f"duck {self._name} did not answer within deadline_s="
+                    f"{self._deadline_s}; raise deadline_s if it is only slow"
+                )
         outcome = self._outcome
         if isinstance(outcome, MoeReply):
             return outcome

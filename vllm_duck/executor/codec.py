@@ -5,7 +5,8 @@ and replies are the native stream's code (csrc/stream/proto.h), so that both tra
 take and refuse the same bytes, and a call costs grpcio's side microseconds.
 
 Invariants, pinned by tests:
-- what is decoded has passed every check of shape, dtype and range that needs no model;
+- what is decoded has passed every check of shape, dtype and range that needs neither
+  model nor request;
 - a message that does not parse raises DuckProtocolError; one that parses but does not
   fit itself raises RequestShapeError, which knows the request id to answer to;
 - what is encoded has a checksum, and one byte changed on the way is an error. A request
@@ -34,8 +35,8 @@ from vllm_duck.executor.duck import (
 
 DESCRIBE_REQUEST = duck_pb2.DescribeRequest().SerializeToString()
 
-# Parsed of csrc/stream/proto.h.
-_MALFORMED, _BAD_CHECKSUM = 1, 2
+# Parsed::kBadChecksum of csrc/stream/proto.h; the other failure is kMalformed.
+_BAD_CHECKSUM = 2
 
 _I32 = np.dtype(np.int32)
 _WIRE_DTYPE: dict[ReplyDtype, int] = {
@@ -107,7 +108,7 @@ def encode_request(
         request.topk_ids,
         request.topk_weights,
     )
-    return EncodedRequest(request_id, message)
+    return EncodedRequest(request_id, message, (num_rows, hidden_size), reply_dtype)
 
 
 def decode_request(message: bytes) -> DecodedRequest:

@@ -179,6 +179,9 @@ class EncodedRequest(NamedTuple):
 
     request_id: int
     message: bytes
+    # Of the partial sum that it asks for.
+    shape: tuple[int, int]
+    reply_dtype: ReplyDtype
 
 
 # Computes one shard's partial sum [T, H] of a request, in the dtype that is asked for:

@@ -121,3 +121,5 @@ def _check_partial(partial: Partial, call: DecodedRequest) -> None:
         raise RuntimeError(
             f"the kernel must return {expected}, got {(partial.shape, partial.dtype)}"
         )
+    if not partial.flags.c_contiguous:
+        raise RuntimeError("the kernel must return a C-contiguous array")

@@ -1,5 +1,5 @@
-// The codec of the native stream to Python, for calls over grpcio. codec.py is the only
-// user and has checked plain numbers already.
+// The codec of the native stream to Python, for calls over grpcio; codec.py is the only
+// user.
 #include <string>
 
 #include "crc32c.h"
@@ -17,10 +17,25 @@ char* new_bytes(size_t num_bytes, PyObject** out) {
   return *out ? PyBytes_AsString(*out) : nullptr;
 }
 
-bool read_numbers(PyObject* const* args, int count, uint64_t* out) {
+bool read_number(PyObject* arg, uint64_t* out) {
+  PyObject* whole = PyNumber_Index(arg);
+  if (!whole) return false;
+  *out = PyLong_AsUnsignedLongLong(whole);
+  Py_DECREF(whole);
+  return !PyErr_Occurred();
+}
+
+// Fields of 32 bits.
+bool read_numbers(PyObject* const* args, int count, uint32_t* out) {
   for (int i = 0; i < count; ++i) {
-    out[i] = PyLong_AsUnsignedLongLong(args[i]);
-    if (PyErr_Occurred()) return false;
+    uint64_t number;
+    if (!read_number(args[i], &number)) return false;
+    if (number >> 32) {
+      PyErr_Format(shape_error, "a number of a message must be below 2^32, got %llu",
+                   static_cast<unsigned long long>(number));
+      return false;
+    }
+    out[i] = uint32_t(number);
   }
   return true;
 }
@@ -28,23 +43,26 @@ bool read_numbers(PyObject* const* args, int count, uint64_t* out) {
 // encode_request(request_id, layer_idx, num_rows, hidden_size, num_topk, reply_dtype,
 //                hidden, topk_ids, topk_weights) -> message
 PyObject* request_to_bytes(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  uint64_t n[6];
-  if (!require_args(num_args, 9) || !read_numbers(args, 6, n)) return nullptr;
-  size_t topk_bytes = n[2] * n[4] * 4;
+  uint64_t request_id;
+  uint32_t n[5];
+  if (!require_args(num_args, 9) || !read_number(args[0], &request_id) ||
+      !read_numbers(args + 1, 5, n))
+    return nullptr;
+  size_t topk_bytes = size_t(n[1]) * n[3] * 4;
   BytesView hidden, ids, weights;
-  if (!hidden.get(args[6], n[2] * n[3] * 2) || !ids.get(args[7], topk_bytes) ||
+  if (!hidden.get(args[6], size_t(n[1]) * n[2] * 2) || !ids.get(args[7], topk_bytes) ||
       !weights.get(args[8], topk_bytes))
     return nullptr;
-  ForwardCall call = {uint32_t(n[1]),
-                      uint32_t(n[2]),
-                      uint32_t(n[3]),
-                      uint32_t(n[4]),
+  ForwardCall call = {n[0],
+                      n[1],
+                      n[2],
+                      n[3],
                       static_cast<const uint16_t*>(hidden.data()),
                       static_cast<const int32_t*>(ids.data()),
                       static_cast<const float*>(weights.data()),
                       nullptr,
                       nullptr};
-  RequestWriter writer(n[0], call, DType(n[5]));
+  RequestWriter writer(request_id, call, DType(n[4]));
   PyObject* message;
   auto* to = reinterpret_cast<uint8_t*>(new_bytes(writer.num_bytes(), &message));
   if (to) with_gil_if_short(writer.num_bytes(), [&] { writer.write(to); });
@@ -54,13 +72,14 @@ PyObject* request_to_bytes(PyObject*, PyObject* const* args, Py_ssize_t num_args
 // encode_reply(request_id, num_rows, hidden_size, dtype, queue_us, compute_us, partial)
 // -> message
 PyObject* reply_to_bytes(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  uint64_t n[6];
-  if (!require_args(num_args, 7) || !read_numbers(args, 6, n)) return nullptr;
+  uint32_t n[5];
   RequestView request;
-  request.request_id = n[0];
-  request.num_rows = uint32_t(n[1]);
-  request.hidden_size = uint32_t(n[2]);
-  request.reply_dtype = uint32_t(n[3]);
+  if (!require_args(num_args, 7) || !read_number(args[0], &request.request_id) ||
+      !read_numbers(args + 1, 5, n))
+    return nullptr;
+  request.num_rows = n[0];
+  request.hidden_size = n[1];
+  request.reply_dtype = n[2];
   ReplyFrame frame(request);
   BytesView partial;
   if (!partial.get(args[6], frame.partial_bytes())) return nullptr;
@@ -71,21 +90,24 @@ PyObject* reply_to_bytes(PyObject*, PyObject* const* args, Py_ssize_t num_args) 
     frame.begin(to);
     if (partial.size())
       std::memcpy(to + frame.partial_at(), partial.data(), partial.size());
-    frame.seal(to, uint32_t(n[4]), uint32_t(n[5]));
+    frame.seal(to, n[3], n[4]);
   });
   return message;
 }
 
 // encode_refusal(request_id, status, error) -> message
 PyObject* refusal_to_bytes(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  uint64_t n[2];
+  uint64_t request_id;
+  uint32_t status;
   Py_ssize_t size;
-  if (!require_args(num_args, 3) || !read_numbers(args, 2, n)) return nullptr;
+  if (!require_args(num_args, 3) || !read_number(args[0], &request_id) ||
+      !read_numbers(args + 1, 1, &status))
+    return nullptr;
   const char* error = PyUnicode_AsUTF8AndSize(args[2], &size);
   if (!error) return nullptr;
   try {
-    auto payload =
-        encode_refusal(n[0], ForwardStatus(n[1]), std::string(error, size_t(size)));
+    auto payload = encode_refusal(request_id, ForwardStatus(status),
+                                  std::string(error, size_t(size)));
     return PyBytes_FromStringAndSize(reinterpret_cast<char*>(payload->message()),
                                      Py_ssize_t(payload->message_bytes()));
   } catch (const std::exception& failure) {

@@ -1,9 +1,7 @@
 #include "connection.h"
 
 #include <errno.h>
-#include <linux/sockios.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -47,7 +45,7 @@ std::vector<nghttp2_nv> to_nghttp2(const Headers& headers) {
 }  // namespace
 
 Connection::Connection(int socket, bool is_server, uint32_t max_streams, Owner* owner)
-    : socket_(socket), is_server_(is_server), owner_(owner) {
+    : socket_(socket), owner_(owner) {
   nghttp2_session_callbacks* callbacks = nullptr;
   nghttp2_option* option = nullptr;
   if (nghttp2_session_callbacks_new(&callbacks) != 0) throw std::bad_alloc();
@@ -86,26 +84,12 @@ Connection::Connection(int socket, bool is_server, uint32_t max_streams, Owner* 
 
 Connection::~Connection() {
   nghttp2_session_del(session_);
-  ::close(socket_);
+  if (socket_ >= 0) ::close(socket_);
 }
 
 bool Connection::fail(std::string reason) {
   if (end_reason_.empty()) end_reason_ = std::move(reason);
   return false;
-}
-
-// All is said. A server leaves it to the peer to close the connection: a socket that is
-// closed with bytes unread is reset, and takes with it what the peer has not read yet.
-bool Connection::end(std::string reason) {
-  if (!is_server_) return fail(std::move(reason));
-  is_over_ = true;
-  ::shutdown(socket_, SHUT_WR);
-  return true;
-}
-
-bool Connection::has_unread_bytes() const {
-  int num_bytes = 0;  // that the peer's machine has not acknowledged
-  return is_clogged() || (::ioctl(socket_, SIOCOUTQ, &num_bytes) == 0 && num_bytes > 0);
 }
 
 bool Connection::receive() {
@@ -118,15 +102,12 @@ bool Connection::receive() {
       return fail(strerror(errno));
     }
     num_received_ += uint64_t(size);
-    if (is_over_) continue;
     data_end_ = nullptr;
     ssize_t taken = nghttp2_session_mem_recv(session_, buffer, size_t(size));
     if (taken < 0) {
-      std::string reason =
-          std::string("not HTTP/2 as it must be: ") + nghttp2_strerror(int(taken));
-      // Says why to the peer, if it can.
-      return flush() && !is_clogged() ? end(std::move(reason))
-                                      : fail(std::move(reason));
+      flush();  // says why to the peer, if it can
+      return fail(std::string("not HTTP/2 as it must be: ") +
+                  nghttp2_strerror(int(taken)));
     }
     // Without this, bytes that nghttp2 did not hand on would count as still to come.
     if (data_end_ != buffer + size) data_left_ = 0;
@@ -148,7 +129,6 @@ Assembler::Room Connection::place() {
 }
 
 bool Connection::flush() {
-  if (is_over_) return true;
   for (;;) {
     if (!pull_frames()) return false;
     if (queue_.is_empty()) break;
@@ -157,7 +137,8 @@ bool Connection::flush() {
   }
   if (nghttp2_session_want_read(session_) || nghttp2_session_want_write(session_))
     return true;
-  return end("the connection is finished");
+  is_finished_ = true;
+  return fail("the connection is finished");
 }
 
 // Moves frames from nghttp2 to the queue, as long as there is room.

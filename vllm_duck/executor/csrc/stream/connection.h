@@ -71,12 +71,12 @@ class Connection {
   bool flush();
   // Something could not be written yet.
   bool is_clogged() const { return !queue_.is_empty(); }
-  // Server: all is said, and the peer's to close.
-  bool is_over() const { return is_over_; }
-  // Closing it now could lose what was sent.
-  bool has_unread_bytes() const;
   // Why receive() or flush() returned false.
   const std::string& end_reason() const { return end_reason_; }
+  // flush() returned false because all is said on both sides, and written.
+  bool is_finished() const { return is_finished_; }
+  // The socket is the caller's to close; the connection is of no further use.
+  int release_socket() { return std::exchange(socket_, -1); }
   // Of payloads, until the socket has taken them.
   size_t unsent_bytes() const {
     return num_payload_bytes_ - queue_.num_payload_bytes_written();
@@ -117,13 +117,9 @@ class Connection {
   void take_data(Stream* stream, const uint8_t* at, size_t num_bytes);
   void resume(Stream* stream);
   bool fail(std::string reason);
-  bool end(std::string reason);
   bool pull_frames();
 
   int socket_;
-  bool is_server_;
-  // Server: its side is shut; what still comes is dropped.
-  bool is_over_ = false;
   Owner* owner_;
   nghttp2_session* session_ = nullptr;
   std::unordered_map<int32_t, std::unique_ptr<Stream>> streams_;
@@ -135,6 +131,7 @@ class Connection {
   int32_t data_stream_ = 0;
   size_t data_left_ = 0;
   const uint8_t* data_end_ = nullptr;
+  bool is_finished_ = false;
   std::string end_reason_;
 };
 

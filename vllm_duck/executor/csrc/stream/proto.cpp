@@ -245,10 +245,11 @@ std::string tensor_misfit(const char* name, Slice got, uint64_t rows, uint64_t c
                            : got.size % (columns * element) == 0 &&
                                  got.size / (columns * element) == rows;
   if (fits) return "";
+  bool is_countable = rows * columns <= UINT64_MAX / element;
   return std::string(name) + " of shape [" + std::to_string(rows) + ", " +
          std::to_string(columns) + "] must have " +
-         std::to_string(rows * columns * element) + " bytes, got " +
-         std::to_string(got.size);
+         (is_countable ? std::to_string(rows * columns * element) : "2^64 or more") +
+         " bytes, got " + std::to_string(got.size);
 }
 
 }  // namespace

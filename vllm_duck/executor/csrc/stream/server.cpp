@@ -1,9 +1,11 @@
 #include "server.h"
 
 #include <errno.h>
+#include <linux/sockios.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -33,6 +35,14 @@ bool equal_secrets(const std::string& a, const std::string& b) {
   unsigned char difference = 0;
   for (size_t i = 0; i < a.size(); ++i) difference |= (unsigned char)(a[i] ^ b[i]);
   return difference == 0;
+}
+
+// Of a unix socket, what is written is in the other process's hands already.
+bool has_unacknowledged_bytes(int socket) {
+  int family = 0, num_bytes = 0;
+  socklen_t size = sizeof family;
+  ::getsockopt(socket, SOL_SOCKET, SO_DOMAIN, &family, &size);
+  return family != AF_UNIX && ::ioctl(socket, SIOCOUTQ, &num_bytes) == 0 && num_bytes;
 }
 
 void watch(int epoll, int operation, int fd, uint64_t key, uint32_t events) {
@@ -135,6 +145,8 @@ void Server::serve() {
     }
     if (count <= 0) compute_next();
   }
+  for (auto& [id, socket] : leaving_) ::close(socket);
+  leaving_.clear();
   peers_.clear();
   close_listeners();
 }
@@ -145,6 +157,8 @@ void Server::on_readiness(uint64_t key, uint32_t events) {
     if (!options_.listeners.empty()) accept_from(options_.listeners[size_t(key - 1)]);
     return;
   }
+  auto left = leaving_.find(key);
+  if (left != leaving_.end() && is_left(left->second)) leaving_.erase(left);
   auto found = peers_.find(key);
   if (found == peers_.end()) return;
   Connection& connection = found->second->connection();
@@ -157,7 +171,7 @@ void Server::on_readiness(uint64_t key, uint32_t events) {
 void Server::accept_from(int listener) {
   int socket = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
   if (socket < 0) return;
-  if (peers_.size() >= kMaxPeers && !drop_one_that_is_over()) {
+  if (peers_.size() >= kMaxPeers) {
     ::close(socket);
     return;
   }
@@ -169,16 +183,6 @@ void Server::accept_from(int listener) {
   after_io(added, added->connection().flush());
 }
 
-// Hosts to whom all is said need not close their connections.
-bool Server::drop_one_that_is_over() {
-  for (auto& [id, peer] : peers_)
-    if (peer->connection().is_over()) {
-      peers_.erase(id);
-      return true;
-    }
-  return false;
-}
-
 void Server::close_listeners() {
   for (int listener : options_.listeners) ::close(listener);
   options_.listeners.clear();
@@ -187,6 +191,7 @@ void Server::close_listeners() {
 void Server::after_io(Peer* peer, bool is_alive) {
   uint64_t id = peer->id();
   if (!is_alive) {
+    if (is_draining_ && peer->connection().is_finished()) leave(peer);
     peers_.erase(id);
     return;
   }
@@ -233,17 +238,35 @@ void Server::begin_drain(Clock::time_point give_up) {
   }
 }
 
+// Leaves it to the host to close the connection: a TCP socket that is closed with bytes
+// unread, or that bytes still come to, is reset, and what the host's machine has not
+// taken by then is lost.
+void Server::leave(Peer* peer) {
+  int socket = peer->connection().release_socket();
+  ::shutdown(socket, SHUT_WR);
+  watch(epoll_, EPOLL_CTL_MOD, socket, peer->id(), EPOLLIN);
+  leaving_[peer->id()] = socket;
+}
+
+// Drops what comes; true once the host has closed the connection.
+bool Server::is_left(int socket) {
+  char dropped[4096];
+  ssize_t size = ::recv(socket, dropped, sizeof dropped, 0);
+  if (size > 0 || (size < 0 && (errno == EAGAIN || errno == EINTR))) return false;
+  ::close(socket);
+  return true;
+}
+
 // Whether nothing is left to do, or no time to do it.
 bool Server::is_drained() {
   if (!is_draining_) return false;
   auto now = Clock::now();
-  if (peers_.empty() || now >= give_up_) return true;
+  if ((peers_.empty() && leaving_.empty()) || now >= give_up_) return true;
+  bool is_busy = false;
   for (auto& [id, peer] : peers_)
-    if (peer->has_forward_calls() || peer->connection().has_unread_bytes()) {
-      goodbye_ = now + kGoodbye;
-      return false;
-    }
-  if (goodbye_ == Clock::time_point{}) goodbye_ = now + kGoodbye;
+    is_busy |= peer->has_forward_calls() || peer->connection().is_clogged();
+  for (auto& [id, socket] : leaving_) is_busy |= has_unacknowledged_bytes(socket);
+  if (is_busy || goodbye_ == Clock::time_point{}) goodbye_ = now + kGoodbye;
   return now >= goodbye_;
 }
 

@@ -55,11 +55,12 @@ class Server : private Peer::House {
   void serve();
   void on_readiness(uint64_t key, uint32_t events);
   void accept_from(int listener);
-  bool drop_one_that_is_over();
   void close_listeners();
   void post(Task task);
   void run_posted();
   void begin_drain(Clock::time_point give_up);
+  void leave(Peer* peer);
+  bool is_left(int socket);
   bool is_drained();
   void with_control_call(uint64_t call_id,
                          const std::function<void(Peer*, int32_t)>& act);
@@ -93,6 +94,8 @@ class Server : private Peer::House {
   uint64_t last_peer_id_ = 0;
   uint64_t last_call_id_ = 0;
   std::unordered_map<uint64_t, std::pair<uint64_t, int32_t>> control_calls_;
+  // While draining: sockets of peers to whom all is said, by the peers' ids.
+  std::unordered_map<uint64_t, int> leaving_;
   bool is_draining_ = false;
   Clock::time_point give_up_{};
   Clock::time_point goodbye_{};
