@@ -1,12 +1,13 @@
 """Figures on their way from the worker to the log and to /metrics."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
 from vllm_duck import stat_logger
-from vllm_duck.figures import FiguresFile, temporary_file
+from vllm_duck.figures import FiguresFile, FiguresWriter, temporary_file
 from vllm_duck.models.overlap import Overlap
 from vllm_duck.stat_logger import DuckStatLogger
 
@@ -49,7 +50,7 @@ def duck_logger(path):
 
 def test_metrics_show_what_the_worker_wrote(path, duck_logger):
     assert b"vllm_duck" not in generate_latest(REGISTRY)
-    FiguresFile(path).write_if_due(lambda: STEPS)
+    FiguresFile(path).write(STEPS)
     text = generate_latest(REGISTRY).decode()
     assert "vllm_duck:overlapped_steps_total 10.0" in text
     assert 'vllm_duck:wait_seconds_total{lane="1"} 0.04' in text
@@ -64,11 +65,11 @@ def test_the_log_tells_of_the_steps_since_the_last_line(path, duck_logger, monke
         stat_logger.logger, "info", lambda text, *args: lines.append(text % args)
     )
     duck_logger.log()
-    FiguresFile(path).write_if_due(lambda: STEPS)
+    FiguresFile(path).write(STEPS)
     duck_logger.log()
     duck_logger.log()
     more = {**STEPS, "overlap": {**STEPS["overlap"], "num_steps": 12, "pair_s": 1.3}}
-    FiguresFile(path).write_if_due(lambda: more)
+    FiguresFile(path).write(more)
     duck_logger.log()
     first, second = lines
     assert first == (
@@ -79,20 +80,38 @@ def test_the_log_tells_of_the_steps_since_the_last_line(path, duck_logger, monke
     assert "steps=2" in second
 
 
-def test_figures_are_written_at_most_twice_a_second(path):
-    file = FiguresFile(path)
-    file.write_if_due(lambda: STEPS)
-    file.write_if_due(lambda: pytest.fail("too early"))
-    assert file.read() == STEPS
+def _wait_for(claim):
+    give_up_s = time.monotonic() + 30
+    while not claim():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+
+
+def test_the_last_step_before_a_pause_is_written_too(path):
+    collected = []
+
+    def collect():
+        collected.append(num_steps)
+        return {"num_steps": num_steps}
+
+    writer = FiguresWriter(path, collect)
+    begin_s = time.monotonic()
+    for num_steps in range(1, 101):  # noqa: B007
+        writer.step_done()
+        time.sleep(0.002)
+    _wait_for(lambda: FiguresFile(path).read() == {"num_steps": 100})
+    # At most twice a second.
+    assert len(collected) <= 2 + 2 * (time.monotonic() - begin_s)
 
 
 def test_figures_that_cannot_be_written_do_not_end_the_engine(tmp_path, caplog):
-    file = FiguresFile(tmp_path / "gone" / "figures.json")
-    file.write_if_due(lambda: STEPS)
-    file.write_if_due(lambda: STEPS)
+    path = tmp_path / "gone" / "figures.json"
+    writer = FiguresWriter(path, lambda: STEPS)
+    writer.step_done()
+    _wait_for(lambda: "no figures" in caplog.text)
+    writer.step_done()
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "no figures" in caplog.text
-    assert file.read() is None
+    assert FiguresFile(path).read() is None
 
 
 def test_without_ducks_it_adds_nothing():

@@ -7,14 +7,15 @@ few hundred bytes of JSON, written at most twice a second.
 import atexit
 import json
 import logging
-import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vllm_duck.executor.process import allowed_cpus, run_on_cpus
 from vllm_duck.executor.temporary import temporary_directory
 
 _INTERVAL_S = 0.5
@@ -34,23 +35,12 @@ class FiguresFile:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._next_s = 0.0
 
-    def write_if_due(self, collect: Callable[[], dict[str, Any]]) -> None:
-        now_s = time.monotonic()
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + _INTERVAL_S
+    def write(self, figures: dict[str, Any]) -> None:
+        """Raises: OSError."""
         fresh = self._path.with_suffix(".new")
-        try:
-            fresh.write_text(json.dumps(collect()))
-            os.replace(fresh, self._path)
-        except OSError as error:
-            # A full or cleaned /tmp must not end the engine: serve on without figures.
-            logger.warning(
-                "/metrics has no figures of the ducks from now on: %s", error
-            )
-            self._next_s = math.inf
+        fresh.write_text(json.dumps(figures))
+        os.replace(fresh, self._path)
 
     def read(self) -> dict[str, Any] | None:
         """The latest figures, or None where there are none."""
@@ -59,3 +49,35 @@ class FiguresFile:
         except OSError:
             return None
         return figures
+
+
+class FiguresWriter:
+    """Writes what `collect` gives, after steps, at most twice a second.
+
+    In a thread of its own, so that the last step before a pause is in the file too.
+    """
+
+    def __init__(self, path: str | Path, collect: Callable[[], dict[str, Any]]) -> None:
+        self._file = FiguresFile(path)
+        self._collect = collect
+        self._has_news = threading.Event()
+        thread = threading.Thread(target=self._run, name="duck-figures", daemon=True)
+        # Not on the one cpu of the thread that computes.
+        run_on_cpus(thread.start, allowed_cpus())
+
+    def step_done(self) -> None:
+        self._has_news.set()
+
+    def _run(self) -> None:
+        while True:
+            self._has_news.wait()
+            self._has_news.clear()
+            try:
+                self._file.write(self._collect())
+            except OSError as error:
+                # A full or cleaned /tmp must not end the engine: serve on without.
+                logger.warning(
+                    "/metrics has no figures of the ducks from now on: %s", error
+                )
+                return
+            time.sleep(_INTERVAL_S)

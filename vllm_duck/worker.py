@@ -13,7 +13,7 @@ from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.local import LocalDucks
 from vllm_duck.executor.process import resident_bytes
 from vllm_duck.executor.security import ClientSecurity
-from vllm_duck.figures import FiguresFile
+from vllm_duck.figures import FiguresWriter
 from vllm_duck.hooks import using_model_runner
 from vllm_duck.spec_decode.runner import DuckModelRunner
 
@@ -39,7 +39,7 @@ class DuckWorker(CPUWorker):
 
     local_ducks: LocalDucks | None = None
     fleet: Fleet | None = None
-    figures_file: FiguresFile | None = None
+    figures_writer: FiguresWriter | None = None
 
     def init_device(self) -> None:
         with using_model_runner(DuckModelRunner):
@@ -56,13 +56,13 @@ class DuckWorker(CPUWorker):
         super().load_model(**kwargs)
         self.model_runner.attach_ducks(self.fleet)
         if config.figures_file is not None:
-            self.figures_file = FiguresFile(config.figures_file)
+            self.figures_writer = FiguresWriter(config.figures_file, self.step_figures)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The last call of a step."""
         output = super().sample_tokens(grammar_output)
-        if self.figures_file is not None:
-            self.figures_file.write_if_due(self.step_figures)
+        if self.figures_writer is not None:
+            self.figures_writer.step_done()
         return output
 
     def step_figures(self) -> dict[str, Any]:

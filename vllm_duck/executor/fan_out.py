@@ -204,7 +204,10 @@ class _CallLog:
         self._latest.append((reply.rtt_us, reply.compute_us, reply.queue_us))
 
     def summary(self) -> DuckStatistics:
-        return summary(self._name, self._num_calls, np.array(self._latest, np.uint32))
+        # From any thread: list() copies at once, numpy would iterate while others add.
+        return summary(
+            self._name, self._num_calls, np.array(list(self._latest), np.uint32)
+        )
 
 
 def _partial_f32(reply: MoeReply) -> npt.NDArray[np.float32]:
