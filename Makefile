@@ -3,7 +3,7 @@
 # make check   formatting, lint, types
 # make bench   every benchmark, ours beside its peers, as a table
 # make proto   regenerate the wire code from protos/
-# The first of them makes .venv (a few minutes); later ones start at once.
+# The first of them makes .venv (4 to 10 minutes); later ones start at once.
 
 VENV ?= .venv
 PYTHON ?= python3

@@ -48,8 +48,10 @@ def echoed(ducks: FanOut) -> Iterator[FanOut]:
             fan_out = run_on_cpus(
                 lambda: _EchoedFanOut(ducks, endpoint), allowed_cpus()
             )
-            yield fan_out
-            fan_out.close()
+            try:
+                yield fan_out
+            finally:
+                fan_out.close()
         finally:
             process.terminate()
             process.wait()
@@ -95,7 +97,8 @@ class _EchoedSum:
 
     def _finish(self) -> PendingSum:
         if self._sum is None:
-            self._inbox.get()
+            # An echo that died would have the benchmark wait for ever.
+            self._inbox.get(timeout=60)
             self._sum = self._ducks.start(self._request)
         return self._sum
 

@@ -49,6 +49,7 @@ def measure_layer_us(model_dir: Path, num_tokens: int) -> dict[str, float]:
             fleet = stack.enter_context(one_duck(model_dir, transport))
             fleets[transport] = fleet
             endpoints = [duck.name for duck in fleet.ducks]
+        # Which ones is of no matter: they are exchanged before the first step.
         engine = Engine(model_dir, {"endpoints": endpoints}, None)
         seconds: dict[str, list[float]] = {name: [] for name in fleets}
         for _ in range(NUM_TURNS):

@@ -3,7 +3,8 @@
     python examples/offline.py [MODEL]
 
 Duck is on because `additional_config` has a `duck` block; it names no endpoints, so
-two ducks are started here and stopped at the end.
+two ducks are started here and stopped at the end (or those of VLLM_DUCK_ENDPOINTS are
+used, where that is set).
 """
 
 import sys

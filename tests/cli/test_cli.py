@@ -10,9 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
+import vllm_duck
 from tests.executor.mini_model import make_mini_model, make_request
 from tests.executor.test_local import is_running, wait_until
-from vllm_duck.cli import main
+from vllm_duck.cli import main, options
 from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.fleet import Fleet
@@ -192,7 +193,22 @@ def test_plan_prints_a_plan_and_the_bytes_of_each_duck(model_dir, capsys):
     captured = capsys.readouterr()
     plan = ShardPlan.from_json(captured.out)
     assert [shard.num_columns for shard in plan.shards] == [80, 48, 32]
-    assert "duck 0: 0.000 GB, columns [0, 80) x experts [0, 4)" in captured.err
+    assert "duck 0: 0.2 MB, columns [0, 80) x experts [0, 4)" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0.0 MB"), (1_540_000, "1.5 MB"), (99_000_000, "99.0 MB"), (20e9, "20.0 GB")],
+)
+def test_sizes_are_told_in_a_unit_that_shows_them(num_bytes, text):
+    assert options.size(int(num_bytes)) == text
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"vllm_duck {vllm_duck.__version__}\n"
 
 
 def test_plan_takes_the_number_of_ducks_from_the_weights(model_dir, capsys):

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from vllm_duck import __version__
 from vllm_duck.cli import doctor, plan, serve, split, status, trace, up
 from vllm_duck.errors import DuckError
 
@@ -41,6 +42,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Ducks hold the routed experts of DeepSeek-V3.2 for vLLM.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"vllm_duck {__version__}"
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:

@@ -189,3 +189,10 @@ def default_endpoints() -> list[str]:
 
 def split_endpoints(value: str) -> list[str]:
     return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def size(num_bytes: int) -> str:
+    """A number of bytes for people."""
+    if num_bytes < 100e6:
+        return f"{num_bytes / 1e6:.1f} MB"
+    return f"{num_bytes / 1e9:.1f} GB"

@@ -44,5 +44,5 @@ def run(args: argparse.Namespace) -> int:
     print(plan.to_json(), end="")
     for index, shard in enumerate(plan.shards):
         num_bytes = shard_bytes(model, shard)
-        print(f"duck {index}: {num_bytes / 1e9:.3f} GB, {shard}", file=sys.stderr)
+        print(f"duck {index}: {options.size(num_bytes)}, {shard}", file=sys.stderr)
     return 0

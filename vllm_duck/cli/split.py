@@ -59,10 +59,9 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command continues the split", file=sys.stderr)
         return 130
-    kept = f", kept {report.num_bytes_kept / 1e9:.3f} GB" * bool(report.num_bytes_kept)
-    print(
-        f"wrote {report.num_bytes_written / 1e9:.3f} GB in {report.seconds:.1f} s{kept}"
-    )
+    kept = f", kept {options.size(report.num_bytes_kept)}" * bool(report.num_bytes_kept)
+    written = options.size(report.num_bytes_written)
+    print(f"wrote {written} in {report.seconds:.1f} s{kept}")
     for directory, shard in zip(report.directories, plan.shards, strict=True):
         print(f"{directory}  {shard}")
     return 0

@@ -205,9 +205,8 @@ class _CallLog:
 
     def summary(self) -> DuckStatistics:
         # From any thread: list() copies at once, numpy would iterate while others add.
-        return summary(
-            self._name, self._num_calls, np.array(list(self._latest), np.uint32)
-        )
+        latest = np.array(list(self._latest), np.uint32)
+        return summary(self._name, self._num_calls, latest)
 
 
 def _partial_f32(reply: MoeReply) -> npt.NDArray[np.float32]:
