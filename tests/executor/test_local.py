@@ -128,7 +128,8 @@ def test_a_duck_that_hangs_is_a_timeout_with_its_name(bf16_checkpoint):
         os.waitpid(ducks.pids[1], os.WUNTRACED)
         with pytest.raises(DuckTimeout, match=ducks.endpoints[1]):
             fleet.start(make_request()).result()
-        with pytest.raises(DuckTimeout, match=ducks.endpoints[1]):
+        # On a connection of its own, which gRPC gives up at about the same time.
+        with pytest.raises((DuckTimeout, DuckUnavailable), match=ducks.endpoints[1]):
             fleet.describe()
         os.kill(ducks.pids[1], signal.SIGCONT)
 
