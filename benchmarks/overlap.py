@@ -8,7 +8,7 @@ overlap would save. Tokens a second compare whole engines; the formula is
 (1 + acceptance) (c + d) / (2 max(c, d)). The models have random weights and a chosen
 acceptance (random_model.py), but for the bundled one. What is compared takes turns, in
 engines that live side by side. --quick is `paced` and `real` at c = d; all of it starts
-20 engines and takes about 25 minutes on two cores.
+22 engines and takes about half an hour on two cores.
 """
 
 import tempfile
