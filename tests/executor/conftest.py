@@ -4,6 +4,7 @@ import pytest
 
 from tests.executor.mini_model import MiniModel, make_mini_model
 from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.client import GrpcDuck
 from vllm_duck.executor.kernel import MoeKernel, supported_isas
 
 
@@ -25,3 +26,18 @@ def bf16_checkpoint(tmp_path, bf16_model) -> Checkpoint:
 @pytest.fixture(params=supported_isas())
 def kernel(request) -> MoeKernel:
     return MoeKernel(num_threads=2, isa=request.param)
+
+
+@pytest.fixture
+def connect():
+    ducks = []
+
+    def open_duck(endpoint, **options):
+        options.setdefault("deadline_s", 30.0)
+        duck = GrpcDuck(endpoint, **options)
+        ducks.append(duck)
+        return duck
+
+    yield open_duck
+    for duck in ducks:
+        duck.close()

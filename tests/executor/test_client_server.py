@@ -21,7 +21,6 @@ from vllm_duck.errors import (
 from vllm_duck.executor import codec, duck_pb2, duck_pb2_grpc
 from vllm_duck.executor import server as server_module
 from vllm_duck.executor.bf16 import bf16_to_f32, f32_to_bf16
-from vllm_duck.executor.client import GrpcDuck
 from vllm_duck.executor.duck import WireDuck
 from vllm_duck.executor.server import DuckServer
 from vllm_duck.executor.wire import FORWARD_METHOD, SERVICE
@@ -61,21 +60,6 @@ def start_server():
     yield start
     for server in servers:
         server.stop(0)
-
-
-@pytest.fixture
-def connect():
-    ducks = []
-
-    def open_duck(endpoint, **options):
-        options.setdefault("deadline_s", 30.0)
-        duck = GrpcDuck(endpoint, **options)
-        ducks.append(duck)
-        return duck
-
-    yield open_duck
-    for duck in ducks:
-        duck.close()
 
 
 def test_describe_gives_the_info_with_the_memory_of_now(start_server, connect):
@@ -299,57 +283,6 @@ def test_two_hosts_share_one_duck(start_server, connect):
     ]
     for request, pending in zip(requests, pendings, strict=True):
         np.testing.assert_array_equal(pending.result().partial, echo(request, "fp32"))
-
-
-def test_nobody_there_is_unavailable_with_the_endpoint(connect):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-        with pytest.raises(DuckUnavailable, match=f"duck {endpoint} cannot be reached"):
-            connect(endpoint).describe()
-
-
-def test_a_grpc_server_that_is_no_duck_is_a_protocol_error(connect):
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    match = f"duck 127.0.0.1:{port} speaks gRPC but is not a duck"
-    with pytest.raises(DuckProtocolError, match=match):
-        connect(f"127.0.0.1:{port}").describe()
-    server.stop(0)
-
-
-def test_something_that_is_no_grpc_is_unavailable_with_the_endpoint(connect):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer_as_http1():
-            connection, _ = listener.accept()
-            connection.recv(1000)
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            connection.close()
-
-        threading.Thread(target=answer_as_http1, daemon=True).start()
-        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(DuckUnavailable, match=f"duck {endpoint} cannot be reached"):
-            connect(endpoint).describe()
-
-
-def test_a_peer_that_answers_garbage_is_a_protocol_error(connect):
-    handlers = {
-        "Describe": grpc.unary_unary_rpc_method_handler(lambda *_: b"\xff"),
-        "Forward": grpc.stream_stream_rpc_method_handler(lambda *_: iter([b"\xff"])),
-    }
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(SERVICE, handlers),)
-    )
-    duck = connect(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-    server.start()
-    with pytest.raises(DuckProtocolError, match="expected a duck.v1.DescribeReply"):
-        duck.describe()
-    with pytest.raises(DuckProtocolError, match="expected a duck.v1.ForwardReply"):
-        duck.start(make_request()).result()
-    server.stop(0)
 
 
 def test_a_duck_behind_a_wire_takes_encoded_requests(start_server, connect):

@@ -1,6 +1,5 @@
 """The native server towards stock clients: one endpoint, every method, its limits."""
 
-import contextlib
 import socket
 import threading
 import time
@@ -14,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.executor.meddler import Meddler
 from tests.executor.mini_model import make_request
 from tests.executor.wire_peers import calling, needs_native, serving
-from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
+from vllm_duck.errors import DuckConfigError, DuckProtocolError
 from vllm_duck.executor import codec, duck_pb2, duck_pb2_grpc
 from vllm_duck.executor.client import GrpcDuck
 from vllm_duck.executor.duck import MoeRequest
@@ -310,134 +309,3 @@ def test_a_taken_port_is_a_config_error(server):
         serving("native", listen=server.endpoint),
     ):
         pass
-
-
-def test_a_duck_that_stops_ends_its_streams_and_is_then_unavailable(server):
-    with calling("native", [server.endpoint]) as fan_out:
-        fan_out.start(make_request()).result()
-        server.stop(5)
-        with pytest.raises(DuckUnavailable, match=f"duck {server.endpoint}"):
-            fan_out.start(make_request()).result()
-
-
-# The preface, SETTINGS, and the headers of a Forward call.
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
-
-def _literal(name, value):
-    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
-
-
-_HEADERS = b"".join(
-    _literal(*pair)
-    for pair in (
-        (b":method", b"POST"),
-        (b":scheme", b"http"),
-        (b":path", b"/duck.v1.Duck/Forward"),
-        (b":authority", b"duck"),
-        (b"te", b"trailers"),
-        (b"content-type", b"application/grpc"),
-    )
-)
-_OPEN_CALL = (
-    _PREFACE
-    + b"\0\0\0\4\0\0\0\0\0"
-    + len(_HEADERS).to_bytes(3, "big")
-    + b"\1\4\0\0\0\1"
-    + _HEADERS
-)
-
-
-def _connected(endpoint):
-    if endpoint.startswith("unix:"):
-        host = socket.socket(socket.AF_UNIX)
-        host.connect(endpoint.removeprefix("unix:"))
-        return host
-    address, _, port = endpoint.rpartition(":")
-    return socket.create_connection((address, int(port)))
-
-
-def _stop_with_unread_replies(server, meddler, fan_out):
-    """Has the duck drain 20 requests whose replies the host cannot read yet."""
-    fan_out.start(make_request()).result()
-    meddler.passes_to_host.clear()
-    before = meddler.num_passed["duck"]
-    requests = [make_request(1, hidden_size=7168, seed=seed) for seed in range(20)]
-    pendings = [fan_out.start(request) for request in requests]
-    passed = -1
-    # Above the bytes of the hidden rows: until nothing more comes.
-    while passed < before + 20 * 2 * 7168 or passed < meddler.num_passed["duck"]:
-        passed = meddler.num_passed["duck"]
-        time.sleep(0.1)
-    stopper = threading.Thread(target=server.stop, args=(30,))
-    stopper.start()
-    return list(zip(requests, pendings, strict=True)), stopper
-
-
-def _check_replies(exchanges):
-    for request, pending in exchanges:
-        (reply,) = pending.replies()
-        assert reply.partial.tobytes() == request.hidden.tobytes()
-
-
-def test_what_has_arrived_is_answered_before_the_duck_stops(server):
-    meddler = Meddler(server.endpoint)
-    with calling("native", [meddler.endpoint]) as fan_out:
-        exchanges, stopper = _stop_with_unread_replies(server, meddler, fan_out)
-        meddler.passes_to_host.set()
-        _check_replies(exchanges)
-        stopper.join()
-    meddler.close()
-
-
-def test_replies_outlive_the_duck_that_gave_them(server):
-    """A host that reads late, and still sends, loses nothing that was answered."""
-    meddler = Meddler(server.endpoint)
-    with calling("native", [meddler.endpoint]) as fan_out:
-        exchanges, stopper = _stop_with_unread_replies(server, meddler, fan_out)
-        # Longer than a duck waits for a host that has all its replies.
-        stopper.join(0.5)
-        late = fan_out.start(make_request())
-        stopper.join(0.5)
-        meddler.passes_to_host.set()
-        _check_replies(exchanges)
-        with pytest.raises(DuckUnavailable):
-            late.replies()
-        stopper.join()
-    meddler.close()
-
-
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
-def test_hosts_that_do_nothing_do_not_hold_up_a_stop(kind, tmp_path):
-    listen = "127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path / 'duck'}"
-    with serving("native", listen=listen) as server, contextlib.ExitStack() as stack:
-        # One has said nothing; one reads no more; one broke off within a call.
-        stack.enter_context(_connected(server.endpoint))
-        meddler = Meddler(server.endpoint) if kind == "tcp" else None
-        endpoint = meddler.endpoint if meddler else server.endpoint
-        fan_out = stack.enter_context(calling("native", [endpoint]))
-        fan_out.start(make_request()).result()
-        garbled = stack.enter_context(_connected(server.endpoint))
-        garbled.sendall(_OPEN_CALL + b"\0\0\1\0\0\0\0\0\0x")
-        if meddler:
-            meddler.hold()
-        stopper = threading.Thread(target=server.stop, args=(3600,))
-        stopper.start()
-        stopper.join(60)
-        assert not stopper.is_alive()
-        if meddler:
-            meddler.close()
-
-
-def test_hosts_that_leave_their_ended_connections_open_keep_no_one_out(server):
-    """More of them than a duck has room for."""
-    with contextlib.ExitStack() as stack:
-        for _ in range(300):
-            host = stack.enter_context(_connected(server.endpoint))
-            # A call, and then a frame that ends the connection.
-            host.sendall(_OPEN_CALL + b"\0\0\1\0\0\0\0\0\0x")
-            with contextlib.suppress(ConnectionResetError):
-                while host.recv(4096):
-                    pass
-        with calling("native", [server.endpoint]) as fan_out:
-            fan_out.start(make_request()).result()
