@@ -7,8 +7,11 @@ A benchmark module defines `run(quick) -> Iterator[Result]` and ends with
 import argparse
 import ctypes
 import json
+import shlex
 import signal
-from collections.abc import Callable, Iterable, Iterator
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +88,28 @@ def main(
 def end_with_parent() -> None:
     """Have the system end this process when the one that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+@contextmanager
+def running(command: Sequence[str]) -> Iterator[None]:
+    """A process that says "ready" once it serves, as `serve` does."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"did not start: {shlex.join(command)}")
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def serve(start: Callable[[], object]) -> None:
+    """Start what serves in the background, say so, and stay."""
+    start()
+    print("ready", flush=True)
+    while True:
+        time.sleep(3600)
 
 
 def percentiles(values: Iterable[float]) -> tuple[float, float]:

@@ -5,11 +5,9 @@ The server has the last cpu, as a local duck beside a host has.
 """
 
 import queue
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common import end_with_parent
+from benchmarks.common import end_with_parent, running, serve
 from vllm_duck.executor.duck import CallTimes, MoeRequest
 from vllm_duck.executor.fan_out import FanOut, PendingSum
 from vllm_duck.executor.process import (
@@ -36,15 +34,8 @@ def echoed(ducks: FanOut) -> Iterator[FanOut]:
     """`ducks` of this process, whose sums wait for an echo of the request's rows."""
     with tempfile.TemporaryDirectory(prefix="grpcio-echo-") as directory:
         endpoint = f"unix:{directory}/echo"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.grpcio_echo", endpoint],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        try:
-            if process.stdout.readline() != "ready\n":
-                raise RuntimeError("the echo server did not start")
+        command = [sys.executable, "-m", "benchmarks.grpcio_echo", endpoint]
+        with running(command):
             fan_out = run_on_cpus(
                 lambda: _EchoedFanOut(ducks, endpoint), allowed_cpus()
             )
@@ -52,9 +43,6 @@ def echoed(ducks: FanOut) -> Iterator[FanOut]:
                 yield fan_out
             finally:
                 fan_out.close()
-        finally:
-            process.terminate()
-            process.wait()
 
 
 class _EchoedFanOut:
@@ -128,10 +116,7 @@ def main() -> None:
         (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),)
     )
     server.add_insecure_port(sys.argv[1])
-    server.start()
-    print("ready", flush=True)
-    while True:
-        time.sleep(3600)
+    serve(server.start)
 
 
 if __name__ == "__main__":

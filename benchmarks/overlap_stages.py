@@ -10,7 +10,7 @@ from benchmarks.common import Result
 from benchmarks.engines import held_in_process, in_fresh_process
 from benchmarks.network import delayed, linked_namespace
 from benchmarks.overlap_engine import MTP1, PREFILL_TOKENS, Engine, one_duck_settings
-from benchmarks.overlap_tokens import by_turns, formula
+from benchmarks.overlap_tokens import by_turns, decoding, formula
 from benchmarks.paced_duck import Pace, leave_a_cpu, paced_duck
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -32,14 +32,12 @@ def paced(
         ):
             found = by_turns({"plain": plain, "lanes": pairs}, num_tokens)
     c_s, d_s = (found["lanes"][stage] for stage in ("stage0_s", "stage1_s"))
-    yield Result(
+    yield decoding(
         f"paced duck_mtp1 with lanes, c = {c_s * 1e3:.2f} ms, d = {d_s * 1e3:.2f} ms",
-        "decode",
         found["lanes"]["tok_s"],
-        "tok/s",
         "plain",
         found["plain"]["tok_s"],
-        target=f"ratio >= 1.3; formula {formula(found['lanes']):.2f}",
+        f"ratio >= 1.3; formula {formula(found['lanes']):.2f}",
     )
 
 

@@ -48,11 +48,9 @@ def whole_engines(name: str, model_dir: Path, num_tokens: int) -> Iterator[Resul
         )
         batch = by_turns({"serial": plain, "lanes": plain}, num_tokens // 2, batch=4)
     tok_s = {mode: each["tok_s"] for mode, each in found.items()}
-    yield Result(
+    yield decoding(
         f"{name} batch 4, lanes",
-        "decode",
         batch["lanes"]["tok_s"],
-        "tok/s",
         "serial",
         batch["serial"]["tok_s"],
     )
@@ -61,15 +59,15 @@ def whole_engines(name: str, model_dir: Path, num_tokens: int) -> Iterator[Resul
         ("with lanes", "lanes", f"formula {formula(found['lanes']):.2f}"),
         ("as by default", "chosen", ""),
     ):
-        yield Result(
-            f"{name} duck_mtp1 {case}",
-            "decode",
-            tok_s[mode],
-            "tok/s",
-            "plain",
-            tok_s["plain"],
-            target=target,
+        yield decoding(
+            f"{name} duck_mtp1 {case}", tok_s[mode], "plain", tok_s["plain"], target
         )
+
+
+def decoding(
+    case: str, ours: float, peer: str, theirs: float, target: str = ""
+) -> Result:
+    return Result(case, "decode", ours, "tok/s", peer, theirs, target=target)
 
 
 def formula(figures: dict[str, float]) -> float:
@@ -91,14 +89,12 @@ def beside_stock(model_dir: Path, dense_dir: Path, num_tokens: int) -> Iterator[
         ("always in lanes", "lanes", ""),
         ("in lanes where they pay, as by default", "chosen", "ratio >= 1"),
     ):
-        yield Result(
+        yield decoding(
             f"bundled duck_mtp1, {case}",
-            "decode",
             found[mode]["tok_s"],
-            "tok/s",
             "vLLM mtp, dense V3",
             found["plain"]["tok_s"],
-            target=target,
+            target,
         )
 
 
@@ -137,11 +133,9 @@ def gated(directory: Path, num_tokens: int) -> Iterator[Result]:
             engines = {"plain": plain, "always": always, "with the gate": with_gate}
             found = by_turns(engines, 4 * num_tokens * batch, batch=batch)
         for shown in ("always", "with the gate"):
-            yield Result(
+            yield decoding(
                 f"{name}, duck_mtp1 {shown}",
-                "decode",
                 found[shown]["tok_s"],
-                "tok/s",
                 "plain",
                 found["plain"]["tok_s"],
             )

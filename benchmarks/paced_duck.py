@@ -10,7 +10,6 @@ import argparse
 import ctypes
 import mmap
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import end_with_parent
+from benchmarks.common import end_with_parent, running, serve
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
@@ -68,17 +67,8 @@ def paced_duck(
         path.write_bytes(bytes(8))
         endpoint = listen or f"unix:{directory}/duck"
         command = [sys.executable, "-m", "benchmarks.paced_duck", str(model_dir)]
-        process = subprocess.Popen(
-            [*prefix, *command, endpoint, str(path)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        try:
-            if process.stdout.readline() != "ready\n":
-                raise RuntimeError("the paced duck did not start")
+        with running([*prefix, *command, endpoint, str(path)]):
             yield endpoint, path
-        finally:
-            process.terminate()
-            process.wait()
 
 
 class _ForwardCall(ctypes.Structure):
@@ -173,10 +163,7 @@ def main() -> None:
     server = NativeDuckServer(
         _capsule(sleep), info, listen=args.listen, security=security
     )
-    server.start()
-    print("ready", flush=True)
-    while True:
-        time.sleep(3600)
+    serve(server.start)
 
 
 if __name__ == "__main__":
