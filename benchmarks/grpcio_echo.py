@@ -4,6 +4,7 @@ A stream of plain grpcio at both ends, without protobuf, checksum, kernel or dea
 The server has the last cpu, as a local duck beside a host has.
 """
 
+import contextlib
 import queue
 import sys
 import tempfile
@@ -70,8 +71,10 @@ class _EchoedFanOut:
         self._channel.close()
 
     def _read(self, replies: Iterator[bytes]) -> None:
-        for message in replies:
-            self._inbox.put(message)
+        # Raised when the channel is closed.
+        with contextlib.suppress(grpc.RpcError):
+            for message in replies:
+                self._inbox.put(message)
 
 
 class _EchoedSum:
