@@ -248,23 +248,23 @@ def _nothing(runner: Any = None) -> None:
 def _only_the_newest_row(runner: Any) -> None:
     """Run each MTP row as a sequence of its own, in the block that vLLM never uses."""
     from vllm_duck.models.batch import AttentionBatch, RequestRows
-    from vllm_duck.models.layer import DoneLayer
+    from vllm_duck.models.stages import DoneLayer
 
     block_size = runner.cache_config.block_size
     layer = runner.drafter.model.layer
-    start = layer.start
+    stage0 = layer.stage0
 
-    def start_alone(hidden: Any, rotations: Any, batch: Any, wanted: Any) -> Any:
+    def stage0_alone(hidden: Any, rotations: Any, batch: Any, wanted: Any) -> Any:
         own = AttentionBatch(
             requests=(RequestRows(num_rows=1, first_visible=1),),
             slots=np.zeros(1, np.int64),
             block_table=np.zeros((1, 1), np.int32),
             block_size=block_size,
         )
-        outs = [start(hidden[[i]], rotations[[i]], own).result() for i in wanted]
-        return DoneLayer(np.concatenate(outs))
+        outs = [stage0(hidden[[i]], rotations[[i]], own).wait() for i in wanted]
+        return DoneLayer(np.concatenate([out.hidden for out in outs]))
 
-    layer.start = start_alone
+    layer.stage0 = stage0_alone
 
 
 def _bf16_cache() -> None:

@@ -28,11 +28,11 @@ from vllm_duck.executor.duck import CallTimes, MoeRequest
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import Bits, configure, finish_loading, to_bits
-from vllm_duck.models.lanes import LanePolicy, run_in_lanes
 from vllm_duck.models.layer import DecoderLayer, run_layers
 from vllm_duck.models.moe import PendingMoe
-from vllm_duck.models.overlap import OverlapMeter
 from vllm_duck.models.rope import Rope, Rotations
+from vllm_duck.spec_decode.lanes.policy import LanePolicy
+from vllm_duck.spec_decode.lanes.run import Lanes
 
 NUM_LAYERS = 4
 REAL_LAYERS = 58
@@ -171,7 +171,7 @@ def _parts(
                 timed("router", layer.mlp.router, normed)
                 shared = timed("shared expert", layer.mlp.shared, normed)
                 moe = PendingMoe(residual, shared, InstantDucks(normed.shape))
-                timed("adding up", moe.result)
+                timed("adding up", moe.wait)
     for name, values in times_us.items():
         yield Result(f"1 token, {num_threads} threads", name, median(values), "us")
 
@@ -181,16 +181,13 @@ def _lanes_result(
 ) -> Result:
     """A pair [x | d] in lanes through as many layers as the real model has."""
     layers = [layers[i % len(layers)] for i in range(REAL_LAYERS)]
-    policy = LanePolicy(overlaps=True, times=None)
     seconds = []
     with torch.inference_mode():
         for _ in range(num_steps):
-            meter = OverlapMeter()
+            lanes = Lanes(LanePolicy(overlaps=True, times=None))
             begin_s = time.perf_counter()
-            run_in_lanes(
-                layers, *step.for_layers, step.batch, policy=policy, meter=meter
-            )
-            seconds.append(time.perf_counter() - begin_s - meter.total.s0_s)
+            lanes(layers, *step.for_layers, step.batch)
+            seconds.append(time.perf_counter() - begin_s - lanes.meter.total.s0_s)
     return Result(
         f"two lanes, {REAL_LAYERS} layers, {num_threads} threads",
         "what lanes add to a layer pair",
@@ -241,7 +238,7 @@ def _fill(
         return
     step = _step(dims, rope, table, context, 0)
     for layer, peer in zip(layers, peers, strict=True):
-        layer.start(*step.for_layers, step.batch)
+        layer.stage0(*step.for_layers, step.batch)
         peer(step)
 
 

@@ -21,7 +21,7 @@ from vllm_duck.executor.loader import load_shard
 from vllm_duck.executor.local import LocalDucks
 from vllm_duck.executor.shard_moe import ShardMoe
 from vllm_duck.executor.transport import Transport
-from vllm_duck.models.overlap import Overlap, OverlapMeter
+from vllm_duck.spec_decode.lanes.times import Overlap, OverlapMeter
 
 MTP1 = {"method": "duck_mtp1"}
 PREFILL_TOKENS = 2048
@@ -87,19 +87,19 @@ class Engine:
         self.asked = itertools.cycle(make_prompts(MODEL_DIR)["reasoning"])
         self.meter = OverlapMeter()
         if duck is not None:
-            self.meter = self.runner.meter
-            self.default_policy = self.runner.model.model.lane_policy
+            self.meter = self.runner.lanes.meter
+            self.default_policy = self.runner.lanes.policy
             self.set_lanes(True)
 
     def set_lanes(self, overlaps: bool) -> None:
         """Always in lanes, or never."""
-        from vllm_duck.models.lanes import LanePolicy
+        from vllm_duck.spec_decode.lanes.policy import LanePolicy
 
-        self.runner.model.model.lane_policy = LanePolicy(overlaps, times=None)
+        self.runner.lanes.policy = LanePolicy(overlaps, times=None)
 
     def choose_lanes(self) -> None:
         """In lanes where that measures quicker: what users get."""
-        self.runner.model.model.lane_policy = self.default_policy
+        self.runner.lanes.policy = self.default_policy
 
     def decode(self, num_tokens: int, *, batch: int = 1) -> dict[str, float]:
         """Tokens a second behind the prompts, and the lanes' figures of those steps.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm import LLM, SamplingParams
 
-from vllm_duck.models.overlap import Overlap
+from vllm_duck.spec_decode.lanes.times import Overlap
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "models" / "tiny-v32"
 QUESTIONS = (
@@ -82,7 +82,7 @@ def print_figures(llm: LLM, num_tokens: int, decode_s: float) -> None:
     print(f"decode  {num_tokens / decode_s:.1f} tok/s ({num_tokens} tokens, one user)")
     print_acceptance(llm, num_tokens)
     (steps,) = llm.collective_rpc("step_figures")
-    print(f"lanes   {Overlap(**steps['overlap'])}")
+    print(f"lanes   {Overlap.from_figures(steps['overlap'])}")
     print(f"host    {figures['host_bytes'] / 1e6:,.0f} MB resident")
     for duck in figures["ducks"]:
         print(

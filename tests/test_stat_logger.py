@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, generate_latest
 
 from vllm_duck import stat_logger
 from vllm_duck.figures import FiguresFile, FiguresWriter, temporary_file
-from vllm_duck.models.overlap import Overlap
+from vllm_duck.spec_decode.lanes.times import Overlap
 from vllm_duck.stat_logger import DuckStatLogger
 
 STEPS = {
@@ -17,9 +17,8 @@ STEPS = {
         "pair_s": 1.0,
         "s0_s": 0.9,
         "s1_s": 0.8,
-        "wait0_s": 0.06,
-        "wait1_s": 0.04,
         "ideal_s": 0.95,
+        "wait_s": [0.06, 0.04],
     },
     "serial_steps": {"one token": 3},
     "ducks": [
@@ -122,6 +121,6 @@ def test_without_ducks_it_adds_nothing():
 
 
 def test_a_step_s_share_is_of_what_could_be_saved():
-    assert str(Overlap()) == "olap no step ran in two lanes"
+    assert str(Overlap()) == "olap no step ran in lanes"
     half = Overlap(1, pair_s=1.5, s0_s=1.0, s1_s=1.0, ideal_s=1.0)
     assert (half.ratio, half.efficiency) == (0.25, 0.5)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from vllm_duck.cli import main
 from vllm_duck.executor.duck import CallTimes
-from vllm_duck.models.overlap import LaneTimes, Stages, StepRecord
+from vllm_duck.spec_decode.lanes.times import LaneTimes, Stages, StepRecord
 from vllm_duck.trace import chrome_trace, draw_step, spans
 
 US = 1000

@@ -14,14 +14,14 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_duck.config import DuckConfig
 from vllm_duck.figures import FiguresFile
-from vllm_duck.models.overlap import Overlap
+from vllm_duck.spec_decode.lanes.times import Overlap
 
 logger = init_logger(__name__)
 
 _PREFIX = "vllm_duck:"
 # Field of Overlap, metric, what it counts.
 _SUMS = (
-    ("num_steps", "overlapped_steps", "Steps that ran in two lanes."),
+    ("num_steps", "overlapped_steps", "Steps that ran in lanes."),
     ("pair_s", "pair_seconds", "Time of the layers with ducks of those steps."),
     ("s0_s", "stage0_seconds", "Work of the host in them."),
     ("s1_s", "stage1_seconds", "Work of the ducks in them, with the way there."),
@@ -54,7 +54,7 @@ class DuckStatLogger(StatLoggerBase):
         figures = self._file.read() if self._file else None
         if figures is None:
             return
-        total = Overlap(**figures["overlap"])
+        total = Overlap.from_figures(figures["overlap"])
         latest, self._logged = total - self._logged, total
         if latest.num_steps:
             logger.info("%s", latest)
@@ -78,8 +78,8 @@ class _Collector:
             "Waits of the host for the ducks.",
             labels=["lane"],
         )
-        for lane in ("0", "1"):
-            waits.add_metric([lane], overlap[f"wait{lane}_s"])
+        for lane_idx, seconds in enumerate(overlap["wait_s"]):
+            waits.add_metric([str(lane_idx)], seconds)
         yield waits
         serial = CounterMetricFamily(
             _PREFIX + "serial_steps", "Steps that ran in one lane.", labels=["reason"]

@@ -1,6 +1,6 @@
 """A picture of overlapped steps: Chrome's trace format, and a PNG of one step.
 
-Four tracks: the host and the ducks, for each lane. Times are of the host's clock; a
+Two tracks for each lane: the host, and the ducks. Times are of the host's clock; a
 duck's span is from sending the request to the arrival of its reply.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_duck.models.overlap import StepRecord
+from vllm_duck.spec_decode.lanes.times import StepRecord
 
 HOST, WAIT, DUCKS = "host", "wait", "ducks"
 
@@ -32,6 +32,8 @@ def spans(record: StepRecord, first_layer_idx: int) -> Iterator[Span]:
             yield Span(
                 WAIT, lane_idx, layer_idx, stages.wait_begin_ns, stages.wait_end_ns
             )
+            if stages.call is None:
+                continue
             sent_ns = stages.call.sent_ns
             # Seen late if the host was busy with the other lane.
             arrived_ns = sent_ns + 1000 * stages.call.rtt_us
@@ -64,7 +66,7 @@ def chrome_trace(
             "args": {"name": f"lane {lane_idx}"},
         }
         for pid in range(2)
-        for lane_idx in range(2)
+        for lane_idx in range(max(len(record.lanes) for record in records))
     ]
     for step_idx, step in enumerate(everything):
         events += [
@@ -84,15 +86,12 @@ def chrome_trace(
 
 
 _MARGIN, _LABEL, _TRACK, _GAP, _WIDTH = 16, 130, 34, 8, 1400
+# By lane, around again behind the last.
 _COLORS = {
-    (HOST, 0): "#3b6fb6",
-    (HOST, 1): "#c8763a",
-    (DUCKS, 0): "#9dbce3",
-    (DUCKS, 1): "#efc3a0",
-    (WAIT, 0): "#e3e3e3",
-    (WAIT, 1): "#e3e3e3",
+    HOST: ("#3b6fb6", "#c8763a", "#4f8a4c", "#8a5fa8"),
+    DUCKS: ("#9dbce3", "#efc3a0", "#b3d6b1", "#cfb8de"),
+    WAIT: ("#e3e3e3",),
 }
-_TRACKS = ((HOST, 0), (DUCKS, 0), (HOST, 1), (DUCKS, 1))
 
 
 def draw_step(record: StepRecord, first_layer_idx: int, path: Path, title: str) -> None:
@@ -104,7 +103,9 @@ def draw_step(record: StepRecord, first_layer_idx: int, path: Path, title: str) 
     end_ns = max(span.end_ns for span in step)
     scale = (_WIDTH - _LABEL - 2 * _MARGIN) / (end_ns - begin_ns)
     top = _MARGIN + 30
-    height = top + len(_TRACKS) * (_TRACK + _GAP) + 40 + _MARGIN
+    tracks = [(kind, k) for k in range(len(record.lanes)) for kind in (HOST, DUCKS)]
+    bottom = top + len(tracks) * (_TRACK + _GAP)
+    height = bottom + 40 + _MARGIN
     image = Image.new("RGB", (_WIDTH, height), "white")
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(16)
@@ -113,7 +114,7 @@ def draw_step(record: StepRecord, first_layer_idx: int, path: Path, title: str) 
     def x(time_ns: int) -> float:
         return _MARGIN + _LABEL + (time_ns - begin_ns) * scale
 
-    rows = {track: top + i * (_TRACK + _GAP) for i, track in enumerate(_TRACKS)}
+    rows = {track: top + i * (_TRACK + _GAP) for i, track in enumerate(tracks)}
     for (kind, lane_idx), y in rows.items():
         draw.text((_MARGIN, y + 8), f"lane {lane_idx} {kind}", "black", font)
     for span in sorted(step, key=lambda span: span.kind != WAIT):
@@ -122,14 +123,14 @@ def draw_step(record: StepRecord, first_layer_idx: int, path: Path, title: str) 
         if right - left < 1:
             continue
         box = (left, y, right, y + _TRACK)
-        color = _COLORS[span.kind, span.lane_idx]
+        colors = _COLORS[span.kind]
+        color = colors[span.lane_idx % len(colors)]
         draw.rectangle(box, color, None if span.kind == WAIT else "white")
         label = str(span.layer_idx)
         if span.kind != WAIT and right - left > draw.textlength(label, font) + 4:
             middle = ((left + right) / 2, y + _TRACK / 2)
             ink = "white" if span.kind == HOST else "black"
             draw.text(middle, label, ink, font, anchor="mm")
-    y = top + len(_TRACKS) * (_TRACK + _GAP) + 4
     legend = f"{(end_ns - begin_ns) / 1e6:.2f} ms; grey: the host waits for the ducks"
-    draw.text((_MARGIN + _LABEL, y), legend, "black", font)
+    draw.text((_MARGIN + _LABEL, bottom + 4), legend, "black", font)
     image.save(path)

@@ -69,7 +69,7 @@ class DuckWorker(CPUWorker):
         """For `LLM.collective_rpc`: what overlapping brought, and each duck's times."""
         assert self.fleet is not None
         return {
-            **self.model_runner.meter.figures(),
+            **self.model_runner.lanes.figures(),
             "ducks": [asdict(duck) for duck in self.fleet.statistics()],
         }
 

@@ -9,6 +9,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 
 from tests.models import torch_host
 from tests.models.test_attention import make_config
+from vllm_duck.executor.duck import CallTimes
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import finish_loading, from_bits
 from vllm_duck.models.moe import RemoteMoe, Router
@@ -83,6 +84,9 @@ class _RecordingDucks:
     def result(self):
         return np.full(self.request.hidden.shape, 2.0, dtype=np.float32)
 
+    def times(self):
+        return CallTimes(0, 90, 60, 30)
+
 
 def test_proxy_sends_the_bits_and_adds_the_shared_expert():
     torch.manual_seed(0)
@@ -97,7 +101,9 @@ def test_proxy_sends_the_bits_and_adds_the_shared_expert():
     moe.ducks = _RecordingDucks()
     hidden = torch.randn(5, config.hidden_size).bfloat16()
     residual = torch.randn(5, config.hidden_size).bfloat16()
-    got = from_bits(moe.start(bits(hidden), bits(residual)).result())
+    got_bits, call = moe.stage0(bits(hidden), bits(residual)).wait()
+    got = from_bits(got_bits)
+    assert call.compute_us == 60
     request = moe.ducks.request
     assert request.layer_idx == 7
     assert np.array_equal(request.hidden, bits(hidden))

@@ -2,8 +2,8 @@
 
 import random
 
-from vllm_duck.models.two_ways import NUM_TRIALS
 from vllm_duck.spec_decode.gate import NUM_RETRIES, RETRY_AFTER_TOKENS, DraftGate
+from vllm_duck.spec_decode.two_ways import NUM_TRIALS
 
 
 def run(gate, num_steps, *, acceptance, with_s, without_s=1.0):

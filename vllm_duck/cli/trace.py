@@ -10,7 +10,7 @@ from vllm_duck.cli import options
 from vllm_duck.errors import DuckConfigError
 
 if TYPE_CHECKING:
-    from vllm_duck.models.overlap import StepRecord
+    from vllm_duck.spec_decode.lanes.times import StepRecord
 
 _EPILOG = """\
   $ vllm-duck trace MODEL
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise DuckConfigError(
             "vllm-duck trace runs the host and needs vLLM; pip install vllm-duck[cpu]"
         ) from error
-    from vllm_duck.models.overlap import Overlap, overlap_of
+    from vllm_duck.spec_decode.lanes.times import Overlap, overlap_of
     from vllm_duck.trace import chrome_trace, draw_step
 
     records, first_layer_idx = _record(args)
@@ -96,7 +96,7 @@ def _record(args: argparse.Namespace) -> "tuple[list[StepRecord], int]":
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
-    from vllm_duck.models.lanes import LanePolicy
+    from vllm_duck.spec_decode.lanes.policy import LanePolicy
 
     endpoints = options.split_endpoints(args.endpoints)
     # Every step drafts, whether or not that pays: pairs are what is to be seen.
@@ -117,15 +117,15 @@ def _record(args: argparse.Namespace) -> "tuple[list[StepRecord], int]":
         temperature=0.0, max_tokens=4 * args.steps + 16, ignore_eos=True
     )
     # Every step in lanes, for they are what is to be seen.
-    runner.model.model.lane_policy = LanePolicy(True, times=None)
+    runner.lanes.policy = LanePolicy(True, times=None)
     # The first tokens warm up; the prompt is a step of its own.
     llm.generate(args.prompt, SamplingParams(max_tokens=8), use_tqdm=False)
-    runner.meter.num_wanted = 4 * args.steps + 16
+    runner.lanes.meter.num_wanted = 4 * args.steps + 16
     llm.generate(args.prompt, sampling, use_tqdm=False)
-    pairs = [r for r in runner.meter.records[1:] if r.serial_reason is None]
+    pairs = [r for r in runner.lanes.meter.records[1:] if r.serial_reason is None]
     if not pairs:
         raise DuckConfigError(
             f"{args.model} decoded no step in two lanes: it drafts nothing; "
-            f"reasons: {dict(runner.meter.serial_steps)}"
+            f"reasons: {dict(runner.lanes.meter.serial_steps)}"
         )
     return pairs[-args.steps :], runner.model.dims.first_k_dense_replace

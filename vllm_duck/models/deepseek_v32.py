@@ -11,12 +11,10 @@ from vllm_duck.config import DuckConfig
 from vllm_duck.models.batch import current_batch
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import finish_loading, from_bits, to_bits
-from vllm_duck.models.lanes import LanePolicy, run_in_lanes
-from vllm_duck.models.layer import DecoderLayer, run_layers
+from vllm_duck.models.layer import DecoderLayer, LayerRunner, run_layers
 from vllm_duck.models.linear import Norm
 from vllm_duck.models.lm_head import LmHead
 from vllm_duck.models.moe import Ducks, RemoteMoe
-from vllm_duck.models.overlap import OverlapMeter
 from vllm_duck.models.rope import Rope
 
 
@@ -24,8 +22,8 @@ class Trunk(nn.Module):
     def __init__(self, dims: Dimensions, config: DuckConfig, prefix: str) -> None:
         super().__init__()
         self.num_dense_layers = dims.first_k_dense_replace
-        self.lane_policy = LanePolicy(config.overlap)
-        self.meter = OverlapMeter()
+        # Of the layers with ducks; whoever owns the lanes puts them here.
+        self.run_remote_layers: LayerRunner = run_layers
         self.embed_tokens = VocabParallelEmbedding(dims.vocab_size, dims.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(
@@ -45,14 +43,8 @@ class Trunk(nn.Module):
         # Dense layers have nothing to wait for: all rows at once read the weights once.
         dense_layers = layers[: self.num_dense_layers]
         bits = run_layers(dense_layers, bits, rotations, batch)
-        bits = run_in_lanes(
-            layers[self.num_dense_layers :],
-            bits,
-            rotations,
-            batch,
-            policy=self.lane_policy,
-            meter=self.meter,
-        )
+        remote_layers = layers[self.num_dense_layers :]
+        bits = self.run_remote_layers(remote_layers, bits, rotations, batch)
         return self.norm(from_bits(bits))
 
 
@@ -92,6 +84,10 @@ class DeepseekV32ForCausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, RemoteMoe):
                 module.ducks = ducks
+
+    def run_remote_layers_with(self, runner: LayerRunner) -> None:
+        """Hand over what takes the rows through the layers that have ducks."""
+        self.model.run_remote_layers = runner
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         vocab_size = self.dims.vocab_size

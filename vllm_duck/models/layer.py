@@ -1,15 +1,12 @@
 """One decoder layer, in two stages: what the host does, and the wait for the ducks."""
 
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
-from vllm_duck.executor.duck import CallTimes
 from vllm_duck.models.attention import SparseAttention
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
@@ -18,38 +15,7 @@ from vllm_duck.models.kv_format import KvDtype
 from vllm_duck.models.linear import Mlp
 from vllm_duck.models.moe import RemoteMoe
 from vllm_duck.models.rope import Rotations
-
-
-class PendingLayer(Protocol):
-    """A layer whose stage 0 is done."""
-
-    def is_done(self) -> bool:
-        """Whether result() would return or raise at once."""
-        ...
-
-    def result(self) -> Bits:
-        """Wait for stage 1; the layer's output [T, H] bf16 bits."""
-        ...
-
-    def times(self) -> CallTimes:
-        """Wait for stage 1; how long it took."""
-        ...
-
-
-@dataclass(frozen=True)
-class DoneLayer:
-    """A dense layer has no second stage."""
-
-    hidden: Bits
-
-    def is_done(self) -> bool:
-        return True
-
-    def result(self) -> Bits:
-        return self.hidden
-
-    def times(self) -> CallTimes:
-        return CallTimes(time.perf_counter_ns(), 0, 0, 0)
+from vllm_duck.models.stages import DoneLayer, PendingLayer
 
 
 class DecoderLayer(nn.Module):
@@ -64,16 +30,16 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = Mlp(dims.hidden_size, dims.intermediate_size)
 
-    def start(
+    def stage0(
         self,
         hidden: Bits,
         rotations: Rotations,
         batch: AttentionBatch,
         wanted: npt.NDArray[np.int64] | None = None,
     ) -> PendingLayer:
-        """Stage 0: hidden [T, H] bits through attention, router and shared expert.
+        """hidden [T, H] bits through attention, router and shared expert.
 
-        Stage 1 is `.result()`: it waits for the ducks and returns the layer's output.
+        Stage 1 is to wait() for what this returns: the ducks, and the layer's output.
         wanted: the rows [W] to compute it for; by default all. The keys of all rows
         are cached in any case.
         """
@@ -81,7 +47,7 @@ class DecoderLayer(nn.Module):
         if wanted is not None:
             residual, normed = residual[wanted], normed[wanted]
         if isinstance(self.mlp, RemoteMoe):
-            return self.mlp.start(normed, residual)
+            return self.mlp.stage0(normed, residual)
         return DoneLayer(self.mlp.add_to(residual, normed))
 
     def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -94,13 +60,27 @@ class DecoderLayer(nn.Module):
         yield from self.mlp.checkpoint_views(f"{prefix}.mlp")
 
 
+class LayerRunner(Protocol):
+    """Takes rows through layers, in whatever order its lanes ask for."""
+
+    def __call__(
+        self,
+        layers: Sequence[DecoderLayer],
+        hidden: Bits,
+        rotations: Rotations,
+        batch: AttentionBatch,
+    ) -> Bits:
+        """hidden [T, H] bf16 bits -> the last layer's output, the same rows."""
+        ...
+
+
 def run_layers(
-    layers: Iterable[DecoderLayer],
+    layers: Sequence[DecoderLayer],
     hidden: Bits,
     rotations: Rotations,
     batch: AttentionBatch,
 ) -> Bits:
     """The serial schedule: each layer's ducks are awaited before the next layer."""
     for layer in layers:
-        hidden = layer.start(hidden, rotations, batch).result()
+        hidden = layer.stage0(hidden, rotations, batch).wait().hidden
     return hidden

@@ -14,6 +14,7 @@ from vllm_duck.models import _host
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import Bits, Handle, HostModule, current
 from vllm_duck.models.linear import Floats, Mlp, weight_parameter
+from vllm_duck.models.stages import LayerOutput
 
 
 class PendingSum(Protocol):
@@ -92,19 +93,19 @@ class PendingMoe:
     shared: Floats
     routed: PendingSum
 
+    def is_sent(self) -> bool:
+        return True
+
     def is_done(self) -> bool:
         return self.routed.is_done()
 
-    def times(self) -> CallTimes:
-        return self.routed.times()
-
-    def result(self) -> Bits:
-        """Wait for the ducks; the layer's output [T, H] bf16 bits, rounded once."""
+    def wait(self) -> LayerOutput:
+        """Wait for the ducks; the layer's output is rounded once."""
         routed = np.ascontiguousarray(self.routed.result(), np.float32)
         assert routed.shape == self.shared.shape, routed.shape
         out = np.empty_like(self.residual)
         _host.add(current(), out.size, self.residual, self.shared, routed, out)
-        return out
+        return LayerOutput(out, self.routed.times())
 
 
 class RemoteMoe(nn.Module):
@@ -120,7 +121,7 @@ class RemoteMoe(nn.Module):
         # The worker hands the ducks over before the first forward.
         self.ducks: Ducks
 
-    def start(self, hidden: Bits, residual: Bits) -> PendingMoe:
+    def stage0(self, hidden: Bits, residual: Bits) -> PendingMoe:
         """Send hidden [T, H] bf16 bits to the ducks, then run the shared expert."""
         ids, weights = self.router(hidden)
         routed = self.ducks.start(

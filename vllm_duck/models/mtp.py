@@ -105,13 +105,13 @@ class DeepseekV32Mtp(nn.Module):
         )
         rotations = self.rope.rotations(positions).numpy()
         projected = self.projection(joined)
-        pending = self.layer.start(
+        pending = self.layer.stage0(
             to_bits("projected", projected, self.dims.hidden_size),
             rotations,
             batch,
             None if wanted is None else wanted.numpy(),
         )
-        return from_bits(pending.result())
+        return from_bits(pending.wait().hidden)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         assert self.lm_head is not None

@@ -1,1 +1,1 @@
-"""The duck_mtp1 proposer and the lanes."""
+"""Drafting, verifying drafts, and the lanes that a step is divided into."""

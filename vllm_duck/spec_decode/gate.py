@@ -9,7 +9,7 @@ acceptance for each request.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_duck.models.two_ways import TwoWays
+from vllm_duck.spec_decode.two_ways import TwoWays
 
 # How fast a request's acceptance follows its latest drafts.
 _WEIGHT = 1 / 16

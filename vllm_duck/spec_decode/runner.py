@@ -22,11 +22,12 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_duck.config import DuckConfig
 from vllm_duck.models.moe import Ducks
-from vllm_duck.models.overlap import OverlapMeter
 from vllm_duck.spec_decode.acceptance import DuckRejectionSampler, VerifyBatch
 from vllm_duck.spec_decode.confirmed import confirmed_rows
 from vllm_duck.spec_decode.drafts import Draft, DraftBook
 from vllm_duck.spec_decode.gate import DraftGate
+from vllm_duck.spec_decode.lanes.policy import LanePolicy
+from vllm_duck.spec_decode.lanes.run import Lanes
 from vllm_duck.spec_decode.plain_sampler import PlainSampler, Row
 from vllm_duck.spec_decode.proposer import DuckProposer
 from vllm_duck.spec_decode.shadow import Shadow
@@ -64,6 +65,7 @@ class DuckModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
+        self.lanes = Lanes(LanePolicy(config.overlap))
         self.drafts = DraftBook()
         self.shadow: Shadow | None = None
         self.gate: DraftGate | None = None
@@ -81,15 +83,14 @@ class DuckModelRunner(CPUModelRunner):
             self.gate = DraftGate()
         self._take_budgets_token_by_token()
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.model.run_remote_layers_with(self.lanes)
+
     def attach_ducks(self, ducks: Ducks) -> None:
         self.model.attach_ducks(ducks)
         if self.speculative_config is not None:
             self.drafter.model.attach_ducks(ducks)
-
-    @property
-    def meter(self) -> OverlapMeter:
-        meter: OverlapMeter = self.model.model.meter
-        return meter
 
     def may_reinitialize_input_batch(self, *args: Any, **kwargs: Any) -> None:
         super().may_reinitialize_input_batch(*args, **kwargs)

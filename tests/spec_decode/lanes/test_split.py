@@ -9,11 +9,15 @@ import torch
 from tests.models.conftest import BLOCK_SIZE, make_batch, run_attention
 from tests.models.test_attention import make_config
 from tests.models.test_host import make_pair
-from vllm_duck.models import lanes
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.host import from_bits, to_bits
-from vllm_duck.models.lanes import Split, split
 from vllm_duck.models.rope import Rope
+from vllm_duck.spec_decode.lanes import split as split_module
+from vllm_duck.spec_decode.lanes.split import Split, split
+
+
+def halved(batch: AttentionBatch, num_rows: int) -> Split | str:
+    return split(batch, num_rows, num_lanes=2)
 
 
 def cuts_of(halves: Split) -> list[list[int]]:
@@ -25,7 +29,7 @@ def blocks(*rows):
 
 
 def test_a_pair_is_cut_between_the_token_and_its_draft():
-    halves = split(make_batch([2], [40], blocks([0, 1, 2])), 2)
+    halves = halved(make_batch([2], [40], blocks([0, 1, 2])), 2)
     assert cuts_of(halves) == [[1], [1]]
     assert halves.batches[0].requests[0].first_visible == 39
     assert halves.batches[1].requests[0].first_visible == 40
@@ -33,7 +37,7 @@ def test_a_pair_is_cut_between_the_token_and_its_draft():
 
 
 def test_a_prompt_chunk_is_cut_in_halves():
-    halves = split(make_batch([31], [31], blocks([0, 1])), 31)
+    halves = halved(make_batch([31], [31], blocks([0, 1])), 31)
     assert cuts_of(halves) == [[16], [15]]
 
 
@@ -41,14 +45,21 @@ def test_requests_without_drafts_are_divided_whole():
     batch = make_batch(
         [1] * 5, [20] * 5, blocks(*[[2 * i, 2 * i + 1] for i in range(5)])
     )
-    halves = split(batch, 5)
+    halves = halved(batch, 5)
     assert cuts_of(halves) == [[1, 1, 1], [1, 1]]
     assert halves.order is None
 
 
 def test_a_mixed_batch_is_halved_by_tokens():
     batch = make_batch([2, 1, 9], [20, 20, 9], blocks([0, 1], [2, 3], [4, 5]))
-    assert cuts_of(split(batch, 12)) == [[2, 1, 3], [6]]
+    assert cuts_of(halved(batch, 12)) == [[2, 1, 3], [6]]
+
+
+def test_three_lanes_hold_thirds():
+    batch = make_batch([2, 1, 9], [20, 20, 9], blocks([0, 1], [2, 3], [4, 5]))
+    assert cuts_of(split(batch, 12, num_lanes=3)) == [[2, 1, 1], [4], [4]]
+    pair = make_batch([2], [40], blocks([0, 1, 2]))
+    assert cuts_of(split(pair, 2, num_lanes=3)) == [[1], [1]]
 
 
 @pytest.mark.parametrize(
@@ -65,27 +76,27 @@ def test_a_mixed_batch_is_halved_by_tokens():
     ],
 )
 def test_a_step_stays_whole_for_a_reason(batch, num_rows, reason):
-    assert split(batch, num_rows) == reason
+    assert halved(batch, num_rows) == reason
 
 
 def test_a_reader_of_blocks_written_in_this_step_is_in_the_last_lane():
     """The reader comes first in the batch, and would be in the first lane by order."""
     table = blocks([7, 8, 9, 10], [7, 8, 11, 12])
     reader_first = make_batch([10, 40], [42, 40], table)
-    halves = split(reader_first, 50)
+    halves = halved(reader_first, 50)
     assert cuts_of(halves) == [[25], [10, 15]]
     assert halves.batches[0].requests[0].first_visible == 1
     rows = np.arange(50)
     first, second = halves.part(rows)
     assert first.tolist() == list(range(10, 35))
     assert second.tolist() == [*range(10), *range(35, 50)]
-    assert np.array_equal(halves.join(first, second), rows)
+    assert np.array_equal(halves.join([first, second]), rows)
 
 
 def test_blocks_of_earlier_steps_are_no_reason_to_wait():
     table = blocks([7, 8, 9], [7, 8, 10])
     batch = make_batch([4, 4], [40, 40], table)
-    assert cuts_of(split(batch, 8)) == [[4], [4]]
+    assert cuts_of(halved(batch, 8)) == [[4], [4]]
 
 
 def _first_layer_of_two(halves, hidden, rotations, ours) -> torch.Tensor:
@@ -95,7 +106,7 @@ def _first_layer_of_two(halves, hidden, rotations, ours) -> torch.Tensor:
         halves.batches,
         strict=True,
     )
-    return from_bits(halves.join(*(ours(*part)[0] for part in parts)))
+    return from_bits(halves.join([ours(*part)[0] for part in parts]))
 
 
 def test_without_the_guard_a_reader_would_see_unwritten_keys(monkeypatch):
@@ -114,21 +125,22 @@ def test_without_the_guard_a_reader_would_see_unwritten_keys(monkeypatch):
         return _first_layer_of_two(divided, hidden, rotations, ours)
 
     whole = attended(None)
-    assert torch.equal(attended(split(batch, 62)), whole)
-    monkeypatch.setattr(lanes, "_same_step_readers", lambda batch: set())
-    assert not torch.equal(attended(split(batch, 62)), whole)
+    assert torch.equal(attended(halved(batch, 62)), whole)
+    monkeypatch.setattr(split_module, "_same_step_readers", lambda batch: set())
+    assert not torch.equal(attended(halved(batch, 62)), whole)
 
 
-def test_random_steps_are_divided_soundly():
+@pytest.mark.parametrize("num_lanes", [2, 3, 4])
+def test_random_steps_are_divided_soundly(num_lanes):
     rng = random.Random(0)
     for _ in range(200):
         batch = _random_step(rng)
-        halves = split(batch, batch.num_tokens)
+        halves = split(batch, batch.num_tokens, num_lanes=num_lanes)
         if isinstance(halves, str):
             continue
         rows = np.arange(batch.num_tokens)
         parts = halves.part(rows)
-        assert np.array_equal(halves.join(*parts), rows)
+        assert np.array_equal(halves.join(parts), rows)
         assert [len(part) for part in parts] == [b.num_tokens for b in halves.batches]
         # What a lane sees was written by then: a row's own slot, or an earlier lane's.
         written_at = {}

@@ -1,7 +1,7 @@
 """What overlapping brought: the times of a step's stages, and their sums.
 
-The words of the log line: *pair* is what the two lanes took together, *serial* the sum
-of their parts, *gain* the difference and *ratio* gain / serial. s0 is the host's work,
+The words of the log line: *pair* is what the lanes took together, *serial* the sum of
+their parts, *gain* the difference and *ratio* gain / serial. s0 is the host's work,
 s1 the ducks', *wait* what the host waited for each lane.
 """
 
@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from operator import add, sub
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from vllm_duck.executor.duck import CallTimes
@@ -22,7 +22,8 @@ class Stages(NamedTuple):
     end_ns: int
     wait_begin_ns: int
     wait_end_ns: int
-    call: CallTimes
+    # None: a layer without ducks.
+    call: CallTimes | None
 
 
 class LaneTimes:
@@ -41,7 +42,7 @@ class LaneTimes:
     def begin_wait(self) -> None:
         self._wait_begin_ns = time.perf_counter_ns()
 
-    def end_wait(self, call: CallTimes) -> None:
+    def end_wait(self, call: CallTimes | None) -> None:
         wait_end_ns = time.perf_counter_ns()
         self.stages.append(
             Stages(self._begin_ns, self._end_ns, self._wait_begin_ns, wait_end_ns, call)
@@ -66,16 +67,16 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Sums over steps that ran in two lanes, seconds."""
+    """Sums over steps that ran in lanes, seconds."""
 
     num_steps: int = 0
     pair_s: float = 0.0
     s0_s: float = 0.0
     s1_s: float = 0.0
-    wait0_s: float = 0.0
-    wait1_s: float = 0.0
     # What the pair would take if nothing but the longer stage counted.
     ideal_s: float = 0.0
+    # What the host waited for each lane.
+    wait_s: tuple[float, ...] = ()
 
     @property
     def serial_s(self) -> float:
@@ -93,35 +94,55 @@ class Overlap:
         return (self.serial_s - self.pair_s) / saveable_s if saveable_s else 0.0
 
     def __add__(self, other: "Overlap") -> "Overlap":
-        return Overlap(*map(add, vars(self).values(), vars(other).values()))
+        return self._plus(other, 1)
 
     def __sub__(self, other: "Overlap") -> "Overlap":
-        return Overlap(*map(sub, vars(self).values(), vars(other).values()))
+        return self._plus(other, -1)
 
     def __str__(self) -> str:
         if not self.num_steps:
-            return "olap no step ran in two lanes"
+            return "olap no step ran in lanes"
 
         def ms(seconds: float) -> float:
             return 1000 * seconds / self.num_steps
 
+        waits = "/".join(f"{ms(seconds):.2f}" for seconds in self.wait_s)
         return (
             f"olap pair={ms(self.pair_s):.2f}ms serial={ms(self.serial_s):.2f}ms "
             f"gain={ms(self.serial_s - self.pair_s):.2f}ms ratio={self.ratio:.3f} "
-            f"s0={ms(self.s0_s):.2f} s1={ms(self.s1_s):.2f} "
-            f"wait={ms(self.wait0_s):.2f}/{ms(self.wait1_s):.2f} "
+            f"s0={ms(self.s0_s):.2f} s1={ms(self.s1_s):.2f} wait={waits} "
             f"efficiency={self.efficiency:.2f} steps={self.num_steps}"
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """As plain values; `from_figures` is the inverse."""
+        return {**asdict(self), "wait_s": list(self.wait_s)}
+
+    @classmethod
+    def from_figures(cls, figures: dict[str, Any]) -> "Overlap":
+        return cls(**{**figures, "wait_s": tuple(figures["wait_s"])})
+
+    def _plus(self, other: "Overlap", sign: int) -> "Overlap":
+        # A sum of nothing has no lanes yet.
+        waits = zip_longest(self.wait_s, other.wait_s, fillvalue=0.0)
+        return Overlap(
+            num_steps=self.num_steps + sign * other.num_steps,
+            pair_s=self.pair_s + sign * other.pair_s,
+            s0_s=self.s0_s + sign * other.s0_s,
+            s1_s=self.s1_s + sign * other.s1_s,
+            ideal_s=self.ideal_s + sign * other.ideal_s,
+            wait_s=tuple(ours + sign * theirs for ours, theirs in waits),
         )
 
 
 def overlap_of(record: StepRecord) -> Overlap:
-    """The sums of one step in two lanes.
+    """The sums of one step in lanes.
 
     A reply that comes while the host works is seen late, and one that queued behind the
     other lane took longer than it would have alone; so a stage 1 counts as the slowest
     duck's compute plus the quickest way there and back of the step.
     """
-    s0_ns, compute_us, num_stages = 0, 0, 0
+    s0_ns, compute_us, num_stages, num_calls = 0, 0, 0, 0
     link_us: float = math.inf
     wait_s = []
     # One pass, since it is part of every step.
@@ -131,20 +152,21 @@ def overlap_of(record: StepRecord) -> Overlap:
         for begin_ns, end_ns, wait_begin_ns, wait_end_ns, call in lane.stages:
             s0_ns += end_ns - begin_ns
             wait_ns += wait_end_ns - wait_begin_ns
-            compute_us += call.compute_us
-            link_us = min(link_us, call.link_us)
+            if call is not None:
+                num_calls += 1
+                compute_us += call.compute_us
+                link_us = min(link_us, call.link_us)
         wait_s.append(wait_ns / 1e9)
-    s0_s, s1_s = s0_ns / 1e9, (compute_us + num_stages * link_us) / 1e6
+    s0_s, s1_s = s0_ns / 1e9, (compute_us + num_calls * link_us) / 1e6
     longer_s, shorter_s = max(s0_s, s1_s), min(s0_s, s1_s)
     return Overlap(
         num_steps=1,
         pair_s=record.seconds,
         s0_s=s0_s,
         s1_s=s1_s,
-        wait0_s=wait_s[0],
-        wait1_s=wait_s[1],
-        # L * 2 * max(c, d) + min(c, d) of L layers.
+        # L * 2 * max(c, d) + min(c, d) of L layers in two lanes.
         ideal_s=longer_s + shorter_s / num_stages,
+        wait_s=tuple(wait_s),
     )
 
 
@@ -155,9 +177,9 @@ class OverlapMeter:
     total: Overlap = field(default_factory=Overlap)
     # Steps that ran serially, by reason.
     serial_steps: Counter[str] = field(default_factory=Counter)
-    # The latest steps, when they are asked for: how many are still to come, and those.
-    records: list[StepRecord] = field(default_factory=list)
+    # How many of the next steps to keep, and those kept so far.
     num_wanted: int = 0
+    records: list[StepRecord] = field(default_factory=list)
 
     def add(self, record: StepRecord) -> None:
         if record.serial_reason is None:
@@ -171,6 +193,6 @@ class OverlapMeter:
     def figures(self) -> dict[str, Any]:
         """All sums, as plain values."""
         return {
-            "overlap": asdict(self.total),
+            "overlap": self.total.figures(),
             "serial_steps": dict(self.serial_steps),
         }

@@ -14,15 +14,22 @@ from typing import Protocol
 class Lane(Protocol):
     """Some tokens of a step on their way through the layers."""
 
-    def start(self, layer: int) -> None:
-        """Run stage 0 of the layer; its stage 1 is then in flight."""
+    def stage0(self, layer: int) -> None:
+        """Begin stage 0 of the layer; what follows it is then in flight."""
+        ...
+
+    def is_sent(self) -> bool:
+        """Whether stage 0 has ended and the rows are with the ducks.
+
+        A host that computes elsewhere sends the rows in this call, once they are ready.
+        """
         ...
 
     def is_done(self) -> bool:
         """Whether the stage 1 in flight has ended."""
         ...
 
-    def finish(self) -> None:
+    def stage1(self) -> None:
         """Wait for the stage 1 in flight, and take what it gives."""
         ...
 
@@ -30,9 +37,8 @@ class Lane(Protocol):
 def run_lanes(lanes: Sequence[Lane], num_layers: int) -> None:
     """Take every lane through all layers; what can run next runs next.
 
-    A stage 1 that has ended is taken first; then the first lane that may runs its
-    stage 0; and if none may, the stage 1 that was sent first is waited for: ducks
-    answer in order.
+    A stage 1 that has ended is taken first; then the first lane that may begins its
+    stage 0; and if none may, one stage 1 is waited for.
     """
     num_started = [0] * len(lanes)
     # In the order of sending.
@@ -44,14 +50,29 @@ def run_lanes(lanes: Sequence[Lane], num_layers: int) -> None:
 
     while True:
         for done in [k for k in in_flight if lanes[k].is_done()]:
-            lanes[done].finish()
+            lanes[done].stage1()
             in_flight.remove(done)
         k = next((k for k in range(len(lanes)) if may_start(k)), None)
         if k is not None:
-            lanes[k].start(num_started[k])
+            lanes[k].stage0(num_started[k])
             num_started[k] += 1
             in_flight.append(k)
         elif in_flight:
-            lanes[in_flight.pop(0)].finish()
+            k = wait_any(lanes, in_flight)
+            lanes[k].stage1()
+            in_flight.remove(k)
         else:
             return
+
+
+def wait_any(lanes: Sequence[Lane], in_flight: Sequence[int]) -> int:
+    """The lane to wait for next: the first to be done while rows are still to be sent.
+
+    Only when all rows are with the ducks may the host sleep; then it is the lane that
+    was sent first, since ducks answer in order.
+    """
+    while not all([lanes[k].is_sent() for k in in_flight]):
+        for k in in_flight:
+            if lanes[k].is_done():
+                return k
+    return in_flight[0]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_duck.models.two_ways import NUM_TRIALS, RETRY_AFTER, TwoWays
+from vllm_duck.spec_decode.two_ways import NUM_TRIALS, RETRY_AFTER, TwoWays
 
 
 def takes_first(ways, size, worth=1.0):

@@ -1,0 +1,1 @@
+"""Lanes: a step's rows in parts, so that the host works while the ducks work."""

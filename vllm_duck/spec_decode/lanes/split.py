@@ -1,0 +1,119 @@
+"""How a step's tokens are divided into lanes.
+
+A split is sound because of three things, pinned by tests:
+- the lanes hold a request's rows in order, so no row looks for keys that a later lane
+  writes;
+- a request that reads cache blocks which another request writes in this very step (a
+  prefix-cache hit on a request that was admitted with it) is wholly in the last lane,
+  whose turn comes after all writes of the others and after its own;
+- a row's bits do not depend on its company (`models.host`), so lanes change no token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_duck.models.batch import AttentionBatch
+
+Rows = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The lanes of a step: consecutive parts of each request's rows."""
+
+    batches: tuple[AttentionBatch, ...]
+    # Rows of the first lane, then of the next; None if that is the order they have.
+    order: npt.NDArray[np.int64] | None
+
+    def part(self, rows: Rows) -> list[Rows]:
+        """rows [T, ...] of the step -> those of each lane."""
+        if self.order is not None:
+            rows = rows[self.order]
+        ends = np.cumsum([batch.num_tokens for batch in self.batches])
+        return np.split(rows, ends[:-1])
+
+    def join(self, parts: Sequence[Rows]) -> Rows:
+        """The inverse of `part`."""
+        joined = np.concatenate(parts)
+        if self.order is None:
+            return joined
+        rows = np.empty_like(joined)
+        rows[self.order] = joined
+        return rows
+
+
+def split(batch: AttentionBatch, num_rows: int, *, num_lanes: int) -> Split | str:
+    """Divide the step's tokens into lanes of one size; or say why they stay together.
+
+    num_rows: of the step's tensors; more than the batch has if some are padding.
+    """
+    if num_rows != batch.num_tokens:
+        return "padded step"
+    if num_rows < 2:
+        return "one token"
+    cuts = _cuts(batch, num_lanes)
+    lanes = [
+        batch.lane(begin, end)
+        for begin, end in zip(cuts[:-1], cuts[1:], strict=True)
+        if begin != end
+    ]
+    if len(lanes) < 2:
+        return "every request reads what another writes"
+    return Split(tuple(lanes), _order(cuts))
+
+
+def _cuts(batch: AttentionBatch, num_lanes: int) -> list[list[int]]:
+    """[num_lanes + 1][B]: lane k has rows cuts[k][i] to cuts[k + 1][i] of request i."""
+    readers = _same_step_readers(batch)
+    counts = [request.num_rows for request in batch.requests]
+    cuts = [[0] * len(counts)]
+    num_placed = 0
+    for k in range(1, num_lanes):
+        # Rounded up: of an odd number the first lanes have more.
+        left = -(-k * batch.num_tokens // num_lanes) - num_placed
+        ends = list(cuts[-1])
+        for i, count in enumerate(counts):
+            if i not in readers:
+                num_more = min(count - ends[i], left)
+                ends[i] += num_more
+                left -= num_more
+                num_placed += num_more
+        cuts.append(ends)
+    return [*cuts, counts]
+
+
+def _same_step_readers(batch: AttentionBatch) -> set[int]:
+    """Requests whose earlier positions lie in blocks that others write in this step."""
+    if len(batch.requests) < 2:
+        return set()
+    written_by: dict[int, int] = {}
+    blocks = (batch.slots // batch.block_size).tolist()
+    row = 0
+    for i, request in enumerate(batch.requests):
+        for block in blocks[row : row + request.num_rows]:
+            written_by[block] = i
+        row += request.num_rows
+    written = np.array(list(written_by), np.int32)
+    readers = set()
+    for i, request in enumerate(batch.requests):
+        # Before its first row, which sees itself.
+        num_blocks = -(-(request.first_visible - 1) // batch.block_size)
+        read = batch.block_table[i, :num_blocks]
+        for block in read[np.isin(read, written)].tolist():
+            if written_by[block] != i:
+                readers.add(i)
+    return readers
+
+
+def _order(cuts: Sequence[Sequence[int]]) -> npt.NDArray[np.int64] | None:
+    counts = cuts[-1]
+    starts = np.cumsum([0, *counts[:-1]]).tolist()
+    order: list[int] = []
+    for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+        for start, first, last in zip(starts, begin, end, strict=True):
+            order += range(start + first, start + last)
+    return None if order == list(range(sum(counts))) else np.array(order)
