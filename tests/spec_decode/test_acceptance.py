@@ -93,7 +93,7 @@ def _verify(without_row, masked, settings):
             rows.extend([0, *(1 + kept for kept in scheduled[-1])])
             drafted.append(token)
         batch = make_batch(scheduled, drafts)
-        output = samplers.verifier(batch, table[rows], metadata)
+        output = samplers.verifier(batch, table[rows], metadata).output
         tokens.append(output.sampled_token_ids)
     return torch.cat(tokens).numpy(), np.array(drafted)
 
@@ -156,7 +156,7 @@ def test_a_greedy_request_takes_the_target_s_token_and_the_bonus_behind_it():
     rows = torch.stack([TARGET, FOLLOWING[best], TARGET, FOLLOWING[wrong], TARGET])
     output = samplers.verifier(
         make_batch([(best,), (wrong,), ()]), rows, make_metadata(3, temperature=0)
-    )
+    ).output
     assert output.sampled_token_ids.tolist() == [
         [best, int(FOLLOWING[best].argmax())],
         [best, -1],
@@ -183,7 +183,7 @@ def test_a_seeded_request_takes_what_plain_decoding_takes_whatever_is_drafted():
             rows = torch.stack([TARGET, FOLLOWING[draft]])
             output = samplers.verifier(
                 make_batch([(draft,)]), rows, make_metadata(1, **settings)
-            )
+            ).output
             rest = int(second.token_ids) if draft == first_id else -1
             assert output.sampled_token_ids.tolist() == [[first_id, rest]]
 
@@ -200,7 +200,7 @@ def test_a_rejected_draft_draws_once_from_the_seed():
         make_batch([(), ()]),
         TARGET.repeat(2, 1),
         make_metadata(2, temperature=1.0, generators=reference),
-    )
+    ).output
     for i, (token,) in enumerate(output.sampled_token_ids.tolist()):
         if token != (0, 1)[i]:
             states = [g[i].get_state() for g in (generators, reference)]
@@ -240,7 +240,7 @@ def test_logprobs_are_those_of_the_token_taken_in_each_row():
         make_batch([(best,), ()]),
         rows,
         make_metadata(2, temperature=0, max_num_logprobs=1),
-    )
+    ).output
     logprobs = output.logprobs_tensors
     assert logprobs.logprobs.shape == (4, 2)
     expected = torch.stack([TARGET, FOLLOWING[best], TARGET]).log_softmax(-1).amax(-1)
@@ -259,7 +259,7 @@ def test_logprobs_are_those_of_the_token_taken_in_each_row():
 def test_every_logprobs_mode_reads_what_plain_decoding_reads(mode, expected):
     samplers = make_samplers(logprobs_mode=mode)
     metadata = make_metadata(1, temperature=2.0, max_num_logprobs=8)
-    output = samplers.verifier(make_batch([()]), TARGET[None].clone(), metadata)
+    output = samplers.verifier(make_batch([()]), TARGET[None].clone(), metadata).output
     logprobs = output.logprobs_tensors
     by_token = torch.empty(8)
     by_token[logprobs.logprob_token_ids[0, 1:].long()] = logprobs.logprobs[0, 1:]

@@ -49,21 +49,28 @@ class VerifyBatch:
             assert draft is None or draft.token_ids[: len(tokens)] == tokens
 
 
+@dataclass(frozen=True)
+class Verified:
+    """The tokens that a step takes, and the first row of each request."""
+
+    output: SamplerOutput
+    first_row: Row
+
+
 class DuckRejectionSampler:
     def __init__(self, sampler: PlainSampler) -> None:
         self.sampler = sampler
-        # The first row of each request in the latest step.
-        self.first_row: Row
 
     def __call__(
         self, batch: VerifyBatch, logits: Tensor, metadata: SamplingMetadata
-    ) -> SamplerOutput:
+    ) -> Verified:
         """logits [rows, V] -> tokens [B, 1 + K], -1 where a request takes no more.
 
         K is the most drafts that a request has rows for.
         """
         num_rows = torch.tensor([1 + len(tokens) for tokens in batch.scheduled])
         first_rows = num_rows.cumsum(0) - num_rows
+        sampled: list[Row] = []
         taken: list[Tensor] = []
         logprobs: list[LogprobsTensors] = []
         active = list(range(len(batch.scheduled)))
@@ -71,8 +78,7 @@ class DuckRejectionSampler:
             for depth in range(int(num_rows.max())):
                 rows = first_rows + num_rows.sub(1).clamp(max=depth)
                 row = self._row(logits[rows], metadata, active, depth)
-                if depth == 0:
-                    self.first_row = row
+                sampled.append(row)
                 token_ids = _verified(row, batch, active, depth)
                 values = self.sampler.logprobs(row, token_ids, metadata)
                 if values is not None:
@@ -83,10 +89,11 @@ class DuckRejectionSampler:
                 active = _accepted(batch, active, depth, token_ids.tolist())
                 for req_idx in active:
                     append(req_idx, int(token_ids[req_idx]))
-        return SamplerOutput(
+        output = SamplerOutput(
             sampled_token_ids=torch.stack(taken, 1).to(torch.int32),
             logprobs_tensors=_interleave(logprobs),
         )
+        return Verified(output, sampled[0])
 
     def _row(
         self, logits: Tensor, metadata: SamplingMetadata, active: list[int], depth: int

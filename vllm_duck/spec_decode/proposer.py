@@ -3,7 +3,7 @@
 vLLM's `EagleProposer` loads the layer and binds its caches; steps go by `draft`.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,20 +15,34 @@ from vllm_duck.spec_decode.confirmed import ConfirmedRows
 from vllm_duck.spec_decode.plain_sampler import PlainSampler, Row
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """The draft tokens of each request, and what they were drawn from.
+
+    `rows` has one row of the batch per draft.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[B, K] int64."""
+        return torch.stack([row.token_ids for row in self.rows], 1)
+
+
 class DuckProposer(EagleProposer):
     def __init__(self, *args: Any, sampler: PlainSampler) -> None:
         super().__init__(*args)
         self.sampler = sampler
-        # What the latest drafts were drawn from: one row of the batch per draft.
-        self.rows: list[Row] = []
 
-    def draft(self, rows: ConfirmedRows, sampling_metadata: SamplingMetadata) -> Tensor:
-        """Append the rows to the layer's caches; returns draft tokens [B, K] int64."""
+    def draft(
+        self, rows: ConfirmedRows, sampling_metadata: SamplingMetadata
+    ) -> Drafted:
+        """Append the rows to the layer's caches, and draft behind each request's."""
         hidden = self.model.draft(
             rows.next_ids, rows.positions, rows.hidden, rows.batch, rows.last
         )
-        self.rows = [self._sample(hidden, sampling_metadata)]
-        return torch.stack([row.token_ids for row in self.rows], 1)
+        return Drafted((self._sample(hidden, sampling_metadata),))
 
     def _sample(self, hidden: Tensor, sampling_metadata: SamplingMetadata) -> Row:
         """hidden [B, H] -> what is drafted for each request.

@@ -28,8 +28,8 @@ from vllm_duck.spec_decode.drafts import Draft, DraftBook
 from vllm_duck.spec_decode.gate import DraftGate
 from vllm_duck.spec_decode.lanes.policy import LanePolicy
 from vllm_duck.spec_decode.lanes.run import Lanes
-from vllm_duck.spec_decode.plain_sampler import PlainSampler, Row
-from vllm_duck.spec_decode.proposer import DuckProposer
+from vllm_duck.spec_decode.plain_sampler import PlainSampler
+from vllm_duck.spec_decode.proposer import Drafted, DuckProposer
 from vllm_duck.spec_decode.shadow import Shadow
 
 
@@ -116,15 +116,14 @@ class DuckModelRunner(CPUModelRunner):
             return super()._sample(logits, spec_decode_metadata)
         assert logits is not None
         batch = self._verify_batch(spec_decode_metadata)
-        output = self.verifier(batch, logits, self.input_batch.sampling_metadata)
+        verified = self.verifier(batch, logits, self.input_batch.sampling_metadata)
         if self.gate is not None:
-            self._observe_drafts(self.gate, batch, output)
+            self._observe_drafts(self.gate, batch, verified.output)
         if self.shadow is not None:
-            assert output.sampled_token_ids.shape[1] == 1
-            row = self.verifier.first_row
+            assert verified.output.sampled_token_ids.shape[1] == 1
             for i, req_id in self._sampling_reqs():
-                self.shadow.compare(req_id, row, i)
-        return output
+                self.shadow.compare(req_id, verified.first_row, i)
+        return verified.output
 
     def propose_draft_token_ids(
         self,
@@ -167,14 +166,14 @@ class DuckModelRunner(CPUModelRunner):
             block_size=self.cache_config.block_size,
         )
         if self.shadow is None:
-            token_ids = self.drafter.draft(rows, sampling_metadata)
-            self._keep_drafts(self.drafter.rows)
-            return token_ids
+            drafted = self.drafter.draft(rows, sampling_metadata)
+            self._keep_drafts(drafted)
+            return drafted.token_ids
         with torch.random.fork_rng(devices=[]):
-            token_ids = self.drafter.draft(rows, sampling_metadata)
+            drafted = self.drafter.draft(rows, sampling_metadata)
         for i, req_id in self._sampling_reqs():
-            self.shadow.remember(req_id, self.drafter.rows[0], i)
-        return token_ids
+            self.shadow.remember(req_id, drafted.rows[0], i)
+        return drafted.token_ids
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         if self.shadow:
@@ -228,7 +227,7 @@ class DuckModelRunner(CPUModelRunner):
             for depth in range(len(batch.scheduled[i])):
                 gate.observe_draft(req_id, taken[i] > 1 + depth)
 
-    def _keep_drafts(self, rows: list[Row]) -> None:
+    def _keep_drafts(self, drafted: Drafted) -> None:
         """Remember what drafts of requests without a seed were drawn from."""
         batch = self.input_batch
         kept = [
@@ -239,8 +238,8 @@ class DuckModelRunner(CPUModelRunner):
         if not kept:
             return
         req_indices = [i for i, _ in kept]
-        probs = torch.stack([row.probs(req_indices) for row in rows], 1)
-        tokens = torch.stack([row.token_ids[req_indices] for row in rows], 1).tolist()
+        probs = torch.stack([row.probs(req_indices) for row in drafted.rows], 1)
+        tokens = drafted.token_ids[req_indices].tolist()
         for row, (_, req_id) in enumerate(kept):
             self.drafts.put(req_id, Draft(tuple(tokens[row]), probs[row]))
 
