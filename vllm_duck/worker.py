@@ -16,6 +16,7 @@ from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.figures import FiguresWriter
 from vllm_duck.hooks import using_model_runner
 from vllm_duck.spec_decode.runner import DuckModelRunner
+from vllm_duck.vllm_seams import check_seams
 
 logger = init_logger(__name__)
 
@@ -42,6 +43,7 @@ class DuckWorker(CPUWorker):
     figures_writer: FiguresWriter | None = None
 
     def init_device(self) -> None:
+        check_seams()
         with using_model_runner(DuckModelRunner):
             super().init_device()
 
