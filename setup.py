@@ -70,7 +70,7 @@ KERNEL = extension(
 )
 # The host's layers share the ducks' thread pool and vector headers.
 HOST = extension(
-    "vllm_duck.models._host",
+    "vllm_duck.models.cpu._host",
     [*files(HOST_CSRC, "*.cpp"), f"{DUCK_CSRC}/pool.cpp"],
     [HOST_CSRC, DUCK_CSRC],
 )

@@ -248,21 +248,24 @@ def _nothing(runner: Any = None) -> None:
 def _only_the_newest_row(runner: Any) -> None:
     """Run each MTP row as a sequence of its own, in the block that vLLM never uses."""
     from vllm_duck.models.batch import AttentionBatch, RequestRows
-    from vllm_duck.models.stages import DoneLayer
+    from vllm_duck.models.cpu.layer import DoneLayer
+    from vllm_duck.models.cpu.step import CpuStep
 
     block_size = runner.cache_config.block_size
     layer = runner.drafter.model.layer
     stage0 = layer.stage0
 
-    def stage0_alone(hidden: Any, rotations: Any, batch: Any, wanted: Any) -> Any:
+    def stage0_alone(rows: Any, step: Any, wanted: Any) -> Any:
         own = AttentionBatch(
             requests=(RequestRows(num_rows=1, first_visible=1),),
             slots=np.zeros(1, np.int64),
             block_table=np.zeros((1, 1), np.int32),
             block_size=block_size,
         )
-        outs = [stage0(hidden[[i]], rotations[[i]], own).wait() for i in wanted]
-        return DoneLayer(np.concatenate([out.hidden for out in outs]))
+        outs = [
+            stage0(rows[[i]], CpuStep(own, step.rotations[[i]])).wait() for i in wanted
+        ]
+        return DoneLayer(np.concatenate([out.rows for out in outs]))
 
     layer.stage0 = stage0_alone
 
@@ -271,12 +274,12 @@ def _bf16_cache() -> None:
     """Build the MTP layer, and only it, with bf16 caches."""
     from vllm_duck.models import mtp
 
-    build = mtp.DecoderLayer
+    build = mtp.CpuLayer
 
     def build_bf16(dims: Any, layer_idx: int, kv_dtype: Any, prefix: str) -> Any:
         return build(dims, layer_idx, "bf16", prefix)
 
-    mtp.DecoderLayer = build_bf16
+    mtp.CpuLayer = build_bf16
 
 
 def _keep_unverified_rows(runner: Any) -> None:
@@ -336,7 +339,7 @@ def _append(
         block_table=common.block_table_tensor[req_idx : req_idx + 1].numpy(),
         block_size=runner.cache_config.block_size,
     )
-    prefix = mtp.layer.attention.latent_cache.prefix
+    prefix = mtp.caches.latent.prefix
     with set_forward_context({prefix: batch}, runner.vllm_config, num_tokens=1):
         mtp(torch.tensor([token_id]), positions, hidden[row : row + 1])
 

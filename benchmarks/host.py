@@ -25,12 +25,17 @@ from benchmarks.common import MODEL_DIR, Result, main
 from tests.models import torch_host
 from tests.models.conftest import BLOCK_SIZE, PagedWorld, make_batch
 from vllm_duck.executor.duck import CallTimes, MoeRequest
+from vllm_duck.models.backend import run_layers
 from vllm_duck.models.batch import AttentionBatch
+from vllm_duck.models.cpu.backend import CpuBackend
+from vllm_duck.models.cpu.layer import CpuLayer
+from vllm_duck.models.cpu.moe import PendingMoe
+from vllm_duck.models.cpu.step import CpuStep
+from vllm_duck.models.cpu.threads import Bits, configure, to_bits
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import Bits, configure, finish_loading, to_bits
-from vllm_duck.models.layer import DecoderLayer, run_layers
-from vllm_duck.models.moe import PendingMoe
-from vllm_duck.models.rope import Rope, Rotations
+from vllm_duck.models.kv_cache import LayerCaches
+from vllm_duck.models.packing import finish_loading
+from vllm_duck.models.rope import Rope
 from vllm_duck.spec_decode.lanes.policy import LanePolicy
 from vllm_duck.spec_decode.lanes.run import Lanes
 
@@ -68,15 +73,15 @@ class Step:
     batch: AttentionBatch
 
     @property
-    def for_layers(self) -> tuple[Bits, Rotations]:
+    def for_layers(self) -> tuple[Bits, CpuStep]:
         bits = to_bits("hidden", self.hidden, self.hidden.shape[1])
-        return bits, self.rotations.numpy()
+        return bits, CpuStep(self.batch, self.rotations.numpy())
 
 
 class TorchLayer:
     """The peer: the same weights in torch."""
 
-    def __init__(self, dims: Dimensions, layer: DecoderLayer, num_slots: int) -> None:
+    def __init__(self, dims: Dimensions, layer: CpuLayer, num_slots: int) -> None:
         weights = {
             name.removeprefix("x.").removeprefix("self_attn."): view.clone()
             for name, view in layer.checkpoint_views("x")
@@ -135,7 +140,7 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
             step = _step(dims, rope, table, new, context)
             repeats = max(3, (60 if quick else 300) // max(1, new // 16))
             ours_us, peer_us = _best_us(
-                lambda step=step: run_layers(layers, *step.for_layers, step.batch),
+                lambda step=step: run_layers(layers, *step.for_layers),
                 lambda step=step: [peer(step) for peer in peers],
                 repeats,
             )
@@ -150,7 +155,7 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
 
 
 def _parts(
-    layers: list[DecoderLayer], step: Step, num_threads: int, num_steps: int
+    layers: list[CpuLayer], step: Step, num_threads: int, num_steps: int
 ) -> Iterator[Result]:
     """Where a layer's time goes, with one token."""
     times_us: dict[str, list[float]] = {}
@@ -161,12 +166,12 @@ def _parts(
         times_us.setdefault(name, []).append(1e6 * (time.perf_counter() - begin_s))
         return found
 
-    hidden, rotations = step.for_layers
+    hidden, planned = step.for_layers
     with torch.inference_mode():
         for _ in range(num_steps):
             for layer in layers:
                 residual, normed = timed(
-                    "attention block", layer.attention, hidden, rotations, step.batch
+                    "attention block", layer.attention, hidden, planned
                 )
                 timed("router", layer.mlp.router, normed)
                 shared = timed("shared expert", layer.mlp.shared, normed)
@@ -177,16 +182,16 @@ def _parts(
 
 
 def _lanes_result(
-    layers: list[DecoderLayer], step: Step, num_threads: int, num_steps: int
+    layers: list[CpuLayer], step: Step, num_threads: int, num_steps: int
 ) -> Result:
     """A pair [x | d] in lanes through as many layers as the real model has."""
     layers = [layers[i % len(layers)] for i in range(REAL_LAYERS)]
     seconds = []
     with torch.inference_mode():
         for _ in range(num_steps):
-            lanes = Lanes(LanePolicy(overlaps=True, times=None))
+            lanes = Lanes(CpuBackend(), LanePolicy(overlaps=True, times=None))
             begin_s = time.perf_counter()
-            lanes(layers, *step.for_layers, step.batch)
+            lanes(layers, *step.for_layers)
             seconds.append(time.perf_counter() - begin_s - lanes.meter.total.s0_s)
     return Result(
         f"two lanes, {REAL_LAYERS} layers, {num_threads} threads",
@@ -199,13 +204,14 @@ def _lanes_result(
 
 def _make_layers(
     dims: Dimensions, num_blocks: int
-) -> tuple[list[DecoderLayer], list[TorchLayer]]:
+) -> tuple[list[CpuLayer], list[TorchLayer]]:
     world = PagedWorld(num_blocks)
     layers, peers = [], []
     torch.manual_seed(0)
     with world.building():
         for layer_idx in range(dims.first_k_dense_replace, NUM_LAYERS + 1):
-            layer = DecoderLayer(dims, layer_idx, "fp8", f"layers.{layer_idx}")
+            caches = LayerCaches.of(dims, "fp8", f"layers.{layer_idx}")
+            layer = CpuLayer(dims, layer_idx, caches)
             for name, view in layer.checkpoint_views("x"):
                 is_norm = "norm" in name and name.endswith("weight")
                 view.normal_(std=0.05).add_(1.0 if is_norm else 0.0)
@@ -226,7 +232,7 @@ def _step(dims: Dimensions, rope: Rope, table: Tensor, new: int, context: int) -
 
 
 def _fill(
-    layers: list[DecoderLayer],
+    layers: list[CpuLayer],
     peers: list[TorchLayer],
     dims: Dimensions,
     rope: Rope,
@@ -238,7 +244,7 @@ def _fill(
         return
     step = _step(dims, rope, table, context, 0)
     for layer, peer in zip(layers, peers, strict=True):
-        layer.stage0(*step.for_layers, step.batch)
+        layer.stage0(*step.for_layers)
         peer(step)
 
 

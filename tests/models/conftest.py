@@ -6,9 +6,10 @@ from contextlib import contextmanager
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from vllm_duck.models.attention import SparseAttention
 from vllm_duck.models.batch import AttentionBatch, plan_batch
-from vllm_duck.models.host import from_bits, to_bits
+from vllm_duck.models.cpu.attention import SparseAttention
+from vllm_duck.models.cpu.step import CpuStep
+from vllm_duck.models.cpu.threads import from_bits, to_bits
 from vllm_duck.models.kv_cache import PagedCache
 
 BLOCK_SIZE = 16
@@ -46,7 +47,7 @@ def run_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The block on tensors: residual and normed [T, H] bf16."""
     rows = to_bits("hidden", hidden, attention.dims.hidden_size)
-    residual, normed = attention(rows, rotations.numpy(), batch)
+    residual, normed = attention(rows, CpuStep(batch, rotations.numpy()))
     return from_bits(residual), from_bits(normed)
 
 

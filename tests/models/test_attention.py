@@ -15,9 +15,10 @@ from tests.models.conftest import (
     make_batch,
     run_attention,
 )
-from vllm_duck.models.attention import SparseAttention
+from vllm_duck.models.cpu.attention import SparseAttention
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import finish_loading
+from vllm_duck.models.kv_cache import LayerCaches
+from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope
 
 YARN = {
@@ -89,9 +90,8 @@ def make_pair(config, kv_dtype="bf16", seed=0, weights=None):
         oracle.load_state_dict(weights.state_dict())
     world = PagedWorld()
     with world.building():
-        ours = SparseAttention(
-            Dimensions.from_hf_config(config), kv_dtype, "model.layers.0"
-        )
+        dims = Dimensions.from_hf_config(config)
+        ours = SparseAttention(dims, LayerCaches.of(dims, kv_dtype, "model.layers.0"))
     parameters = dict(oracle.named_parameters())
     for name, view in ours.checkpoint_views("attn"):
         view.copy_(parameters[name.removeprefix("attn.")])

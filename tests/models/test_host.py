@@ -10,11 +10,12 @@ from tests.models import torch_host
 from tests.models.conftest import BLOCK_SIZE, make_batch, run_attention
 from tests.models.test_attention import TOPK, make_config, make_pair
 from vllm_duck.errors import DuckConfigError, DuckShapeError
-from vllm_duck.models import _host
+from vllm_duck.models.cpu import _host
+from vllm_duck.models.cpu.linear import Linear, Mlp, Norm
+from vllm_duck.models.cpu.moe import Router
+from vllm_duck.models.cpu.threads import configure, current, isa, using
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import configure, current, finish_loading, isa, using
-from vllm_duck.models.linear import Linear, Mlp, Norm
-from vllm_duck.models.moe import Router
+from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope
 
 ISAS = _host.supported_isas()

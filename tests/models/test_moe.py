@@ -10,9 +10,10 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 from tests.models import torch_host
 from tests.models.test_attention import make_config
 from vllm_duck.executor.duck import CallTimes
+from vllm_duck.models.cpu.moe import RemoteMoe, Router
+from vllm_duck.models.cpu.threads import from_bits
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import finish_loading, from_bits
-from vllm_duck.models.moe import RemoteMoe, Router
+from vllm_duck.models.packing import finish_loading
 
 
 def bits(x):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_duck.models.attention import INDEX_NORM_EPS
 from vllm_duck.models.batch import AttentionBatch
+from vllm_duck.models.cpu.attention import INDEX_NORM_EPS
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_format import TILE, IndexFormat, LatentFormat
 from vllm_duck.models.rope import half_split_to_interleaved, softmax_scale

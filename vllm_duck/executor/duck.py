@@ -229,6 +229,38 @@ class WireDuck(Duck, Protocol):
     def start_encoded(self, encoded: EncodedRequest) -> PendingReply: ...
 
 
+class PendingSum(Protocol):
+    """One request in flight at all ducks."""
+
+    def is_done(self) -> bool:
+        """Whether result() would return or raise at once."""
+        ...
+
+    def result(self) -> npt.NDArray[np.float32]:
+        """Wait for all ducks; the sum of their partials [T, H], fresh and writable.
+
+        Raises:
+            DuckTransportError: a duck failed.
+        """
+        ...
+
+    def times(self) -> CallTimes:
+        """Wait for all ducks; how long they took."""
+        ...
+
+
+class Ducks(Protocol):
+    """All ducks as one executor."""
+
+    def start(self, request: MoeRequest) -> PendingSum:
+        """Send one request to all ducks and return at once; several may be in flight.
+
+        Raises:
+            DuckTransportError: a duck is gone.
+        """
+        ...
+
+
 def _check_array(name: str, array: np.ndarray, dtype: np.dtype) -> None:
     if array.dtype != dtype or array.ndim != 2:
         raise DuckShapeError(

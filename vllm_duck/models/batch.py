@@ -1,16 +1,11 @@
 """The tokens of one step, or of one lane of it: where each is cached, what it sees."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from vllm.forward_context import get_forward_context
-
-from vllm_duck.models import _host
-from vllm_duck.models.host import Handle
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,7 @@ class RequestRows:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Requests one after the other, each with its rows; one plan for all layers.
+    """Requests one after the other, each with its rows; plain data.
 
     Shapes: T tokens, B requests, N blocks of the longest request.
         slots        [T]     int64  cache slot of each token's own keys; -1 = nowhere
@@ -36,25 +31,10 @@ class AttentionBatch:
     slots: npt.NDArray[np.int64]
     block_table: npt.NDArray[np.int32]
     block_size: int
-    handle: Handle = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        rows = accumulate((r.num_rows for r in self.requests), initial=0)
-        row_begin = np.array(list(rows), np.int32)
-        first_visible = np.array([r.first_visible for r in self.requests], np.int32)
-        assert self.slots.shape[0] == row_begin[-1]
-        assert self.block_table.shape[0] == len(self.requests)
-        table = np.ascontiguousarray(self.block_table, np.int32)
-        handle = _host.step_new(
-            len(self.requests),
-            self.block_size,
-            row_begin,
-            first_visible,
-            np.ascontiguousarray(self.slots, np.int64),
-            table,
-            table.shape[1],
-        )
-        object.__setattr__(self, "handle", handle)
+        assert len(self.slots) == sum(request.num_rows for request in self.requests)
+        assert len(self.block_table) == len(self.requests)
 
     @property
     def num_tokens(self) -> int:
@@ -118,9 +98,3 @@ def plan_batch(
 
 # A profiling run has no caches: all of its rows are padding.
 NO_TOKENS = AttentionBatch((), np.empty(0, np.int64), np.empty((0, 1), np.int32), 1)
-
-
-def current_batch(prefix: str) -> AttentionBatch:
-    """The batch that vLLM's runner gave the layer with that latent cache."""
-    metadata = get_forward_context().attn_metadata
-    return NO_TOKENS if metadata is None else metadata[prefix]

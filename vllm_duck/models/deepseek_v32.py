@@ -5,47 +5,54 @@ from typing import cast
 
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from vllm_duck.config import DuckConfig
-from vllm_duck.models.batch import current_batch
+from vllm_duck.executor.duck import Ducks
+from vllm_duck.models.backend import (
+    HostBackend,
+    Layer,
+    LayerRunner,
+    host_backend,
+    run_layers,
+)
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import finish_loading, from_bits, to_bits
-from vllm_duck.models.layer import DecoderLayer, LayerRunner, run_layers
-from vllm_duck.models.linear import Norm
-from vllm_duck.models.lm_head import LmHead
-from vllm_duck.models.moe import Ducks, RemoteMoe
+from vllm_duck.models.kv_cache import LayerCaches
+from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope
 
 
 class Trunk(nn.Module):
-    def __init__(self, dims: Dimensions, config: DuckConfig, prefix: str) -> None:
+    def __init__(
+        self, dims: Dimensions, config: DuckConfig, prefix: str, backend: HostBackend
+    ) -> None:
         super().__init__()
+        self.backend = backend
         self.num_dense_layers = dims.first_k_dense_replace
         # Of the layers with ducks; whoever owns the lanes puts them here.
         self.run_remote_layers: LayerRunner = run_layers
-        self.embed_tokens = VocabParallelEmbedding(dims.vocab_size, dims.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                dims, layer_idx, config.kv_dtype, f"{prefix}.layers.{layer_idx}"
-            )
-            for layer_idx in range(dims.num_hidden_layers)
-        )
-        self.norm = Norm(dims.hidden_size, dims.rms_norm_eps)
+        self.embed_tokens = backend.embedding(dims.vocab_size, dims.hidden_size)
+        caches = [
+            LayerCaches.of(dims, config.kv_dtype, f"{prefix}.layers.{i}.self_attn")
+            for i in range(dims.num_hidden_layers)
+        ]
+        self.first_caches = caches[0]
+        layers = [backend.layer(dims, i, own) for i, own in enumerate(caches)]
+        self.layers = nn.ModuleList(cast(list[nn.Module], layers))
+        self.norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
         self.rope = Rope(dims.rope, dims.qk_rope_head_dim)
 
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """hidden [T, H] embeddings, positions [T] int64 -> [T, H], normed."""
-        layers = cast(list[DecoderLayer], list(self.layers))
-        rotations = self.rope.rotations(positions).numpy()
-        batch = current_batch(layers[0].attention.latent_cache.prefix)
-        bits = to_bits("hidden", hidden, self.norm.weight.shape[0])
+        layers = cast(list[Layer], list(self.layers))
+        backend = self.backend
+        step = backend.step(
+            self.first_caches.current_batch(), self.rope.rotations(positions).numpy()
+        )
+        rows = backend.enter(hidden)
         # Dense layers have nothing to wait for: all rows at once read the weights once.
-        dense_layers = layers[: self.num_dense_layers]
-        bits = run_layers(dense_layers, bits, rotations, batch)
-        remote_layers = layers[self.num_dense_layers :]
-        bits = self.run_remote_layers(remote_layers, bits, rotations, batch)
-        return self.norm(from_bits(bits))
+        rows = run_layers(layers[: self.num_dense_layers], rows, step)
+        rows = self.run_remote_layers(layers[self.num_dense_layers :], rows, step)
+        return self.norm(backend.leave(rows))
 
 
 class DeepseekV32ForCausalLM(nn.Module):
@@ -59,8 +66,9 @@ class DeepseekV32ForCausalLM(nn.Module):
         super().__init__()
         self.dims = Dimensions.from_hf_config(vllm_config.model_config.hf_config)
         config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
-        self.model = Trunk(self.dims, config, "model")
-        self.lm_head = LmHead(self.dims.vocab_size, self.dims.hidden_size)
+        self.backend = host_backend()
+        self.model = Trunk(self.dims, config, "model", self.backend)
+        self.lm_head = self.backend.head(self.dims.vocab_size, self.dims.hidden_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)
@@ -81,9 +89,8 @@ class DeepseekV32ForCausalLM(nn.Module):
         return self.lm_head.logits(hidden_states)
 
     def attach_ducks(self, ducks: Ducks) -> None:
-        for module in self.modules():
-            if isinstance(module, RemoteMoe):
-                module.ducks = ducks
+        for layer in cast(list[Layer], self.model.layers):
+            layer.attach_ducks(ducks)
 
     def run_remote_layers_with(self, runner: LayerRunner) -> None:
         """Hand over what takes the rows through the layers that have ducks."""
@@ -95,7 +102,7 @@ class DeepseekV32ForCausalLM(nn.Module):
             "model.embed_tokens.weight",
             self.model.embed_tokens.weight.data[:vocab_size],
         )
-        for layer_idx, layer in enumerate(cast(list[DecoderLayer], self.model.layers)):
+        for layer_idx, layer in enumerate(cast(list[Layer], self.model.layers)):
             yield from layer.checkpoint_views(f"model.layers.{layer_idx}")
         yield from self.model.norm.checkpoint_views("model.norm")
         yield "lm_head.weight", self.lm_head.weight.data[:vocab_size]

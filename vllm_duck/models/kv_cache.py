@@ -4,11 +4,13 @@ vLLM allocates both, counts both in its budget and keeps one block table and one
 slot mapping for all of them, since every spec has the same block size.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -18,8 +20,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
-from vllm_duck.models.batch import AttentionBatch, plan_batch
-from vllm_duck.models.kv_format import IndexFormat, LatentFormat
+from vllm_duck.models.batch import NO_TOKENS, AttentionBatch, plan_batch
+from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.models.kv_format import IndexFormat, KvDtype, LatentFormat
 
 
 class PagedCache(nn.Module, AttentionLayerBase):
@@ -153,3 +156,25 @@ class IndexCache(PagedCache):
     format: IndexFormat
     role = SparseCacheRole.INDEXER
     backend = IndexBackend
+
+
+@dataclass(frozen=True)
+class LayerCaches:
+    """The two caches of one layer."""
+
+    latent: LatentCache
+    index: IndexCache
+
+    @classmethod
+    def of(cls, dims: Dimensions, kv_dtype: KvDtype, prefix: str) -> "LayerCaches":
+        """Caches that vLLM will allocate; prefix: the name of the layer's attention."""
+        latent = LatentFormat(dims.kv_lora_rank, dims.qk_rope_head_dim, kv_dtype)
+        return cls(
+            LatentCache(f"{prefix}.latent", latent),
+            IndexCache(f"{prefix}.index", IndexFormat(dims.index_head_dim, kv_dtype)),
+        )
+
+    def current_batch(self) -> AttentionBatch:
+        """The batch that vLLM's runner gave the layer for this step."""
+        metadata = get_forward_context().attn_metadata
+        return NO_TOKENS if metadata is None else metadata[self.latent.prefix]

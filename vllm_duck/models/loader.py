@@ -85,7 +85,11 @@ def _fill(name: str, view: Tensor, reader: _Reader) -> int:
             f"got {tuple(tensor.shape)}"
         )
     num_bytes = tensor.nbytes
-    if tensor.dtype == torch.float8_e4m3fn:
+    if view.dtype == torch.float8_e4m3fn:
+        # The backend keeps codes, and names their scales by themselves.
+        if tensor.dtype != view.dtype:
+            raise DuckCheckpointError(f"{name} must be e4m3, got {tensor.dtype}")
+    elif tensor.dtype == torch.float8_e4m3fn:
         scale = reader.read(f"{name}_scale_inv")
         num_bytes += scale.nbytes
         tensor = dequantize(name, tensor, scale)

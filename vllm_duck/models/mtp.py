@@ -11,17 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from vllm_duck.config import DuckConfig
 from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.models.batch import AttentionBatch, current_batch
+from vllm_duck.executor.duck import Ducks
+from vllm_duck.models.backend import Embedding, Head, host_backend
+from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import finish_loading, from_bits, to_bits
-from vllm_duck.models.layer import DecoderLayer
-from vllm_duck.models.linear import Linear, Norm
-from vllm_duck.models.lm_head import LmHead
-from vllm_duck.models.moe import Ducks, RemoteMoe
+from vllm_duck.models.kv_cache import LayerCaches
+from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope
 
 
@@ -36,21 +34,23 @@ class DeepseekV32Mtp(nn.Module):
         model_config = vllm_config.speculative_config.draft_model_config
         dims = self.dims = Dimensions.from_hf_config(model_config.hf_config)
         config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
+        backend = self.backend = host_backend()
         self.layer_idx = dims.num_hidden_layers
         self.prefix = f"model.layers.{self.layer_idx}"
         names = Checkpoint(Path(model_config.model)).tensor_names
         size = (dims.vocab_size, dims.hidden_size)
-        self.embed_tokens: nn.Module | None = None
+        self.embed_tokens: Embedding | None = None
         if f"{self.prefix}.embed_tokens.weight" in names:
-            self.embed_tokens = VocabParallelEmbedding(*size)
-        self.lm_head: LmHead | None = None
+            self.embed_tokens = backend.embedding(*size)
+        self.lm_head: Head | None = None
         if f"{self.prefix}.shared_head.head.weight" in names:
-            self.lm_head = LmHead(*size)
-        self.embed_norm = Norm(dims.hidden_size, dims.rms_norm_eps)
-        self.hidden_norm = Norm(dims.hidden_size, dims.rms_norm_eps)
-        self.projection = Linear(2 * dims.hidden_size, dims.hidden_size)
-        self.layer = DecoderLayer(dims, self.layer_idx, config.kv_dtype, self.prefix)
-        self.head_norm = Norm(dims.hidden_size, dims.rms_norm_eps)
+            self.lm_head = backend.head(*size)
+        self.embed_norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
+        self.hidden_norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
+        self.projection = backend.linear(2 * dims.hidden_size, dims.hidden_size)
+        self.caches = LayerCaches.of(dims, config.kv_dtype, f"{self.prefix}.self_attn")
+        self.layer = backend.layer(dims, self.layer_idx, self.caches)
+        self.head_norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
         self.rope = Rope(dims.rope, dims.qk_rope_head_dim)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class DeepseekV32Mtp(nn.Module):
         """
         if inputs_embeds is None:
             inputs_embeds = self.embed_input_ids(input_ids)
-        batch = current_batch(self.layer.attention.latent_cache.prefix)
+        batch = self.caches.current_batch()
         hidden = self._run(inputs_embeds, positions, hidden_states, batch)
         return hidden, hidden
 
@@ -103,42 +103,39 @@ class DeepseekV32Mtp(nn.Module):
         joined = torch.cat(
             [self.embed_norm(inputs_embeds), self.hidden_norm(hidden_states)], -1
         )
-        rotations = self.rope.rotations(positions).numpy()
-        projected = self.projection(joined)
+        backend = self.backend
         pending = self.layer.stage0(
-            to_bits("projected", projected, self.dims.hidden_size),
-            rotations,
-            batch,
+            backend.enter(self.projection(joined)),
+            backend.step(batch, self.rope.rotations(positions).numpy()),
             None if wanted is None else wanted.numpy(),
         )
-        return from_bits(pending.wait().hidden)
+        return backend.leave(pending.wait().rows)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         assert self.lm_head is not None
         return self.lm_head.logits(self.head_norm(hidden_states))
 
-    def share_embedding(self, embed_tokens: nn.Module) -> None:
+    def share_embedding(self, embed_tokens: Embedding) -> None:
         """Take the target's embedding, unless the layer's own differs."""
         if _is_same(self.embed_tokens, embed_tokens):
             self.embed_tokens = embed_tokens
 
-    def share_head(self, lm_head: LmHead) -> None:
+    def share_head(self, lm_head: Head) -> None:
         """Take the target's head, unless the layer's own differs."""
         if _is_same(self.lm_head, lm_head):
             self.lm_head = lm_head
 
     def attach_ducks(self, ducks: Ducks) -> None:
-        if isinstance(self.layer.mlp, RemoteMoe):
-            self.layer.mlp.ducks = ducks
+        self.layer.attach_ducks(ducks)
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         vocab_size = self.dims.vocab_size
         if self.embed_tokens is not None:
-            weight = self.embed_tokens.get_parameter("weight").data
-            yield f"{self.prefix}.embed_tokens.weight", weight[:vocab_size]
+            weight = self.embed_tokens.weight.data[:vocab_size]
+            yield f"{self.prefix}.embed_tokens.weight", weight
         if self.lm_head is not None:
-            weight = self.lm_head.get_parameter("weight").data
-            yield f"{self.prefix}.shared_head.head.weight", weight[:vocab_size]
+            weight = self.lm_head.weight.data[:vocab_size]
+            yield f"{self.prefix}.shared_head.head.weight", weight
         yield from self.embed_norm.checkpoint_views(f"{self.prefix}.enorm")
         yield from self.hidden_norm.checkpoint_views(f"{self.prefix}.hnorm")
         yield from self.projection.checkpoint_views(f"{self.prefix}.eh_proj")
@@ -149,7 +146,7 @@ class DeepseekV32Mtp(nn.Module):
         finish_loading(self)
 
 
-def _is_same(own: nn.Module | None, shared: nn.Module) -> bool:
+def _is_same(own: Embedding | Head | None, shared: Embedding | Head) -> bool:
     if own is None:
         return True
-    return torch.equal(own.get_parameter("weight"), shared.get_parameter("weight"))
+    return torch.equal(own.weight, shared.weight)

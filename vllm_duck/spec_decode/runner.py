@@ -21,7 +21,8 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_duck.config import DuckConfig
-from vllm_duck.models.moe import Ducks
+from vllm_duck.executor.duck import Ducks
+from vllm_duck.models.backend import host_backend
 from vllm_duck.spec_decode.acceptance import DuckRejectionSampler, VerifyBatch
 from vllm_duck.spec_decode.confirmed import confirmed_rows
 from vllm_duck.spec_decode.drafts import Draft, DraftBook
@@ -65,7 +66,7 @@ class DuckModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
-        self.lanes = Lanes(LanePolicy(config.overlap))
+        self.lanes = Lanes(host_backend(), LanePolicy(config.overlap))
         self.drafts = DraftBook()
         self.shadow: Shadow | None = None
         self.gate: DraftGate | None = None

@@ -10,7 +10,8 @@ from tests.models.conftest import BLOCK_SIZE, make_batch, run_attention
 from tests.models.test_attention import make_config
 from tests.models.test_host import make_pair
 from vllm_duck.models.batch import AttentionBatch
-from vllm_duck.models.host import from_bits, to_bits
+from vllm_duck.models.cpu.step import CpuStep
+from vllm_duck.models.cpu.threads import from_bits, to_bits
 from vllm_duck.models.rope import Rope
 from vllm_duck.spec_decode.lanes import split as split_module
 from vllm_duck.spec_decode.lanes.split import Split, split
@@ -87,10 +88,10 @@ def test_a_reader_of_blocks_written_in_this_step_is_in_the_last_lane():
     assert cuts_of(halves) == [[25], [10, 15]]
     assert halves.batches[0].requests[0].first_visible == 1
     rows = np.arange(50)
-    first, second = halves.part(rows)
+    first, second = _part(halves, rows)
     assert first.tolist() == list(range(10, 35))
     assert second.tolist() == [*range(10), *range(35, 50)]
-    assert np.array_equal(halves.join([first, second]), rows)
+    assert np.array_equal(_join(halves, [first, second]), rows)
 
 
 def test_blocks_of_earlier_steps_are_no_reason_to_wait():
@@ -99,14 +100,25 @@ def test_blocks_of_earlier_steps_are_no_reason_to_wait():
     assert cuts_of(halved(batch, 8)) == [[4], [4]]
 
 
+def _part(halves: Split, rows):
+    return [rows[lane] for lane in halves.lanes]
+
+
+def _join(halves: Split, parts):
+    joined = np.concatenate(parts)
+    return joined if halves.place is None else joined[halves.place]
+
+
 def _first_layer_of_two(halves, hidden, rotations, ours) -> torch.Tensor:
     parts = zip(
-        halves.part(to_bits("hidden", hidden, 128)),
-        halves.part(rotations.numpy()),
+        _part(halves, to_bits("hidden", hidden, 128)),
         halves.batches,
+        _part(halves, rotations.numpy()),
         strict=True,
     )
-    return from_bits(halves.join([ours(*part)[0] for part in parts]))
+    return from_bits(
+        _join(halves, [ours(rows, CpuStep(*step))[0] for rows, *step in parts])
+    )
 
 
 def test_without_the_guard_a_reader_would_see_unwritten_keys(monkeypatch):
@@ -139,8 +151,8 @@ def test_random_steps_are_divided_soundly(num_lanes):
         if isinstance(halves, str):
             continue
         rows = np.arange(batch.num_tokens)
-        parts = halves.part(rows)
-        assert np.array_equal(halves.join(parts), rows)
+        parts = _part(halves, rows)
+        assert np.array_equal(_join(halves, parts), rows)
         assert [len(part) for part in parts] == [b.num_tokens for b in halves.batches]
         # What a lane sees was written by then: a row's own slot, or an earlier lane's.
         written_at = {}

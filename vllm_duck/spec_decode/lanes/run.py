@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_duck.models.backend import HostBackend, Layer, PendingLayer, Rows, Step
 from vllm_duck.models.batch import AttentionBatch
-from vllm_duck.models.host import Bits
-from vllm_duck.models.layer import DecoderLayer
-from vllm_duck.models.rope import Rotations
-from vllm_duck.models.stages import PendingLayer
 from vllm_duck.spec_decode.lanes.policy import SLOWER, LanePolicy
 from vllm_duck.spec_decode.lanes.schedule import run_lanes
 from vllm_duck.spec_decode.lanes.split import Split, split
@@ -19,37 +16,32 @@ NUM_LANES = 2
 class Lanes:
     """The model's `LayerRunner`; owns the policy, and the sums of what steps took."""
 
-    def __init__(self, policy: LanePolicy, *, num_lanes: int = NUM_LANES) -> None:
+    def __init__(
+        self, backend: HostBackend, policy: LanePolicy, *, num_lanes: int = NUM_LANES
+    ) -> None:
         self.policy = policy
         self.meter = OverlapMeter()
+        self._backend = backend
         self._num_lanes = num_lanes
 
-    def __call__(
-        self,
-        layers: Sequence[DecoderLayer],
-        hidden: Bits,
-        rotations: Rotations,
-        batch: AttentionBatch,
-    ) -> Bits:
-        """hidden [T, H] bits through the layers, in lanes if it pays.
+    def __call__(self, layers: Sequence[Layer], rows: Rows, step: Step) -> Rows:
+        """rows through the layers, in lanes if it pays.
 
         Serially it is one lane: the same functions, the same bits.
         """
         if not layers:
-            return hidden
-        parts = self._split(batch, len(hidden))
+            return rows
+        num_rows = len(step.rotations)
+        parts = self._split(step.batch, num_rows)
         if isinstance(parts, str):
-            lane = LayerLane(layers, hidden, rotations, batch)
-            self._run([lane], layers, len(hidden), serial_reason=parts)
-            return lane.hidden
-        lanes = [
-            LayerLane(layers, *part)
-            for part in zip(
-                parts.part(hidden), parts.part(rotations), parts.batches, strict=True
-            )
-        ]
-        self._run(lanes, layers, len(hidden), serial_reason=None)
-        return parts.join([lane.hidden for lane in lanes])
+            lane = LayerLane(layers, rows, step)
+            self._run([lane], num_rows, len(layers), serial_reason=parts)
+            return lane.rows
+        lanes = self._lanes(layers, rows, step, parts)
+        self._run(lanes, num_rows, len(layers), serial_reason=None)
+        joined = self._backend.concat([lane.rows for lane in lanes])
+        place = parts.place
+        return joined if place is None else self._backend.take(joined, place)
 
     def figures(self) -> dict[str, Any]:
         """The sums over all steps, as plain values."""
@@ -63,15 +55,28 @@ class Lanes:
             return SLOWER
         return parts
 
+    def _lanes(
+        self, layers: Sequence[Layer], rows: Rows, step: Step, parts: Split
+    ) -> list["LayerLane"]:
+        backend = self._backend
+        return [
+            LayerLane(
+                layers,
+                backend.take(rows, index),
+                backend.step(batch, step.rotations[index]),
+            )
+            for index, batch in zip(parts.lanes, parts.batches, strict=True)
+        ]
+
     def _run(
         self,
         lanes: Sequence["LayerLane"],
-        layers: Sequence[DecoderLayer],
         num_rows: int,
+        num_layers: int,
         *,
         serial_reason: str | None,
     ) -> None:
-        run_lanes(lanes, len(layers))
+        run_lanes(lanes, num_layers)
         record = StepRecord(tuple(lane.times for lane in lanes), serial_reason)
         self.meter.add(record)
         self.policy.observe(num_rows, record)
@@ -80,25 +85,16 @@ class Lanes:
 class LayerLane:
     """The rows of one lane on their way through the layers: a `schedule.Lane`."""
 
-    def __init__(
-        self,
-        layers: Sequence[DecoderLayer],
-        hidden: Bits,
-        rotations: Rotations,
-        batch: AttentionBatch,
-    ) -> None:
+    def __init__(self, layers: Sequence[Layer], rows: Rows, step: Step) -> None:
         self._layers = layers
-        self.hidden = hidden
-        self._rotations = rotations
-        self._batch = batch
+        self.rows = rows
+        self._step = step
         self.times = LaneTimes()
         self._pending: PendingLayer
 
     def stage0(self, layer: int) -> None:
         self.times.begin_host()
-        self._pending = self._layers[layer].stage0(
-            self.hidden, self._rotations, self._batch
-        )
+        self._pending = self._layers[layer].stage0(self.rows, self._step)
         self.times.end_host()
 
     def is_sent(self) -> bool:
@@ -109,5 +105,5 @@ class LayerLane:
 
     def stage1(self) -> None:
         self.times.begin_wait()
-        self.hidden, call = self._pending.wait()
+        self.rows, call = self._pending.wait()
         self.times.end_wait(call)

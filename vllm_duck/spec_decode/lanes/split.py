@@ -6,19 +6,18 @@ A split is sound because of three things, pinned by tests:
 - a request that reads cache blocks which another request writes in this very step (a
   prefix-cache hit on a request that was admitted with it) is wholly in the last lane,
   whose turn comes after all writes of the others and after its own;
-- a row's bits do not depend on its company (`models.host`), so lanes change no token.
+- a row's bits do not depend on its company (`models.cpu`), so lanes change no token.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_duck.models.backend import RowIndex
 from vllm_duck.models.batch import AttentionBatch
-
-Rows = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -29,21 +28,18 @@ class Split:
     # Rows of the first lane, then of the next; None if that is the order they have.
     order: npt.NDArray[np.int64] | None
 
-    def part(self, rows: Rows) -> list[Rows]:
-        """rows [T, ...] of the step -> those of each lane."""
-        if self.order is not None:
-            rows = rows[self.order]
-        ends = np.cumsum([batch.num_tokens for batch in self.batches])
-        return np.split(rows, ends[:-1])
+    @property
+    def lanes(self) -> list[RowIndex]:
+        """The rows of each lane."""
+        ends = list(accumulate(batch.num_tokens for batch in self.batches))
+        lanes = [slice(lo, hi) for lo, hi in pairwise([0, *ends])]
+        order = self.order
+        return [lane if order is None else order[lane] for lane in lanes]
 
-    def join(self, parts: Sequence[Rows]) -> Rows:
-        """The inverse of `part`."""
-        joined = np.concatenate(parts)
-        if self.order is None:
-            return joined
-        rows = np.empty_like(joined)
-        rows[self.order] = joined
-        return rows
+    @property
+    def place(self) -> npt.NDArray[np.int64] | None:
+        """Where each row is among those of all lanes; None: in its place."""
+        return None if self.order is None else np.argsort(self.order)
 
 
 def split(batch: AttentionBatch, num_rows: int, *, num_lanes: int) -> Split | str:
@@ -56,11 +52,7 @@ def split(batch: AttentionBatch, num_rows: int, *, num_lanes: int) -> Split | st
     if num_rows < 2:
         return "one token"
     cuts = _cuts(batch, num_lanes)
-    lanes = [
-        batch.lane(begin, end)
-        for begin, end in zip(cuts[:-1], cuts[1:], strict=True)
-        if begin != end
-    ]
+    lanes = [batch.lane(begin, end) for begin, end in pairwise(cuts) if begin != end]
     if len(lanes) < 2:
         return "every request reads what another writes"
     return Split(tuple(lanes), _order(cuts))
@@ -113,7 +105,7 @@ def _order(cuts: Sequence[Sequence[int]]) -> npt.NDArray[np.int64] | None:
     counts = cuts[-1]
     starts = np.cumsum([0, *counts[:-1]]).tolist()
     order: list[int] = []
-    for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+    for begin, end in pairwise(cuts):
         for start, first, last in zip(starts, begin, end, strict=True):
             order += range(start + first, start + last)
     return None if order == list(range(sum(counts))) else np.array(order)

@@ -7,8 +7,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from vllm_duck.models import _host
-from vllm_duck.models.host import Bits, Handle, HostModule, current, require_rows
+from vllm_duck.models.cpu import _host
+from vllm_duck.models.cpu.threads import Bits, Handle, current, require_rows
+from vllm_duck.models.packing import HostModule
 
 Floats = npt.NDArray[np.float32]
 

@@ -2,41 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from vllm_duck.executor.duck import CallTimes, MoeRequest
-from vllm_duck.models import _host
+from vllm_duck.executor.duck import Ducks, MoeRequest, PendingSum
+from vllm_duck.models.backend import LayerOutput
+from vllm_duck.models.cpu import _host
+from vllm_duck.models.cpu.linear import Floats, Mlp, weight_parameter
+from vllm_duck.models.cpu.threads import Bits, Handle, current
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import Bits, Handle, HostModule, current
-from vllm_duck.models.linear import Floats, Mlp, weight_parameter
-from vllm_duck.models.stages import LayerOutput
-
-
-class PendingSum(Protocol):
-    """Calls to every duck, in flight."""
-
-    def is_done(self) -> bool:
-        """Whether result() would return or raise at once."""
-        ...
-
-    def result(self) -> Floats:
-        """Wait; returns the ducks' partial sums added up, [T, H] float32."""
-        ...
-
-    def times(self) -> CallTimes:
-        """Wait; how long the ducks took."""
-        ...
-
-
-class Ducks(Protocol):
-    """All ducks as one executor."""
-
-    def start(self, request: MoeRequest) -> PendingSum: ...
+from vllm_duck.models.packing import HostModule
 
 
 class Router(HostModule):

@@ -5,11 +5,10 @@ Invariants of all that runs here, pinned by tests:
   number of rows or threads, the row's place in the call, or how a prompt was chunked.
 - Every instruction set gives the same bits (values below 2^-126 count as zero).
 
-The order of additions is written down in csrc/gemm.h, csrc/rows.h and csrc/sparse.h.
+The order of additions is written down in ../csrc/gemm.h, rows.h and sparse.h.
 """
 
 import os
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -17,10 +16,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm_duck.errors import DuckConfigError, DuckShapeError
-from vllm_duck.models import _host
+from vllm_duck.models.cpu import _host
 
 ISA_ENV = "VLLM_DUCK_ISA"
 
@@ -35,21 +34,6 @@ Bits = npt.NDArray[np.uint16]
 WORK_PER_THREAD = 1 << 20
 
 _current: Handle | None = None
-
-
-class HostModule(nn.Module):
-    """A module whose weights are packed for the kernels once they are loaded."""
-
-    @abstractmethod
-    def finish_loading(self) -> None:
-        """Pack the loaded weights and free what the kernels do not need."""
-
-
-def finish_loading(model: nn.Module) -> None:
-    """Pack every host module of the model; each exactly once, after its weights."""
-    for module in list(model.modules()):
-        if isinstance(module, HostModule):
-            module.finish_loading()
 
 
 def configure(

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_duck.models import _host
-from vllm_duck.models.batch import AttentionBatch
+from vllm_duck.models.cpu import _host
+from vllm_duck.models.cpu.linear import Norm, StackedRows, floats, weight_parameter
+from vllm_duck.models.cpu.step import CpuStep
+from vllm_duck.models.cpu.threads import Bits, Handle, current
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import Bits, Handle, HostModule, current
-from vllm_duck.models.kv_cache import IndexCache, LatentCache
-from vllm_duck.models.kv_format import IndexFormat, KvDtype, LatentFormat
-from vllm_duck.models.linear import Norm, StackedRows, floats, weight_parameter
-from vllm_duck.models.rope import Rotations, half_split_to_interleaved, softmax_scale
+from vllm_duck.models.kv_cache import LayerCaches
+from vllm_duck.models.packing import HostModule
+from vllm_duck.models.rope import half_split_to_interleaved, softmax_scale
 
 INDEX_NORM_EPS = 1e-6
 
@@ -24,7 +24,7 @@ INDEX_NORM_EPS = 1e-6
 class SparseAttention(HostModule):
     """hidden -> hidden + attention(input_norm(hidden)), and output_norm of that."""
 
-    def __init__(self, dims: Dimensions, kv_dtype: KvDtype, prefix: str) -> None:
+    def __init__(self, dims: Dimensions, caches: LayerCaches) -> None:
         super().__init__()
         self.dims = dims
         heads, rope_dim = dims.num_attention_heads, dims.qk_rope_head_dim
@@ -58,34 +58,27 @@ class SparseAttention(HostModule):
         # fp32, as the official code keeps them.
         self.index_norm = weight_parameter(dims.index_head_dim, dtype=torch.float32)
         self.index_bias = weight_parameter(dims.index_head_dim, dtype=torch.float32)
-        self.latent_cache = LatentCache(
-            f"{prefix}.latent", LatentFormat(dims.kv_lora_rank, rope_dim, kv_dtype)
-        )
-        self.index_cache = IndexCache(
-            f"{prefix}.index", IndexFormat(dims.index_head_dim, kv_dtype)
-        )
+        self.latent_cache = caches.latent
+        self.index_cache = caches.index
         self.packed: Handle
 
-    def forward(
-        self, hidden: Bits, rotations: Rotations, batch: AttentionBatch
-    ) -> tuple[Bits, Bits]:
-        """Attend the batch's tokens; they are the first of the T rows.
+    def forward(self, hidden: Bits, step: CpuStep) -> tuple[Bits, Bits]:
+        """Attend the step's tokens; they are the first of the T rows.
 
-        hidden [T, H] bf16 bits, rotations [T, 1, R / 2]
-        -> residual [T, H] and normed [T, H], bf16 bits. Rows beyond the batch are
-        padding: their attention is 0.
+        hidden [T, H] bf16 bits -> residual [T, H] and normed [T, H], bf16 bits. Rows
+        beyond the step's batch are padding: their attention is 0.
         """
         assert hidden.shape[1] == self.dims.hidden_size
         assert hidden.dtype == np.uint16
-        assert batch.num_tokens <= hidden.shape[0] == rotations.shape[0]
+        assert step.batch.num_tokens <= hidden.shape[0] == step.rotations.shape[0]
         residual, normed = np.empty_like(hidden), np.empty_like(hidden)
         _host.attend(
             current(),
             self.packed,
-            batch.handle,
+            step.handle,
             hidden.shape[0],
             hidden,
-            rotations,
+            step.rotations,
             self.latent_cache.address,
             self.index_cache.address,
             residual,

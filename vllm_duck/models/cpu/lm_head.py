@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from vllm_duck.models.host import Handle, HostModule
-from vllm_duck.models.linear import apply_linear, pack_linear
+from vllm_duck.models.cpu.linear import apply_linear, pack_linear
+from vllm_duck.models.cpu.threads import Handle
+from vllm_duck.models.packing import HostModule
 
 
 class LmHead(ParallelLMHead, HostModule):

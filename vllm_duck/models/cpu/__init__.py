@@ -1,0 +1,1 @@
+"""The host's layers on a CPU: C++ kernels on a pool of threads."""

@@ -1,0 +1,35 @@
+"""A step's tokens as the kernels take them: planned once, for all layers."""
+
+from itertools import accumulate
+
+import numpy as np
+
+from vllm_duck.models.batch import AttentionBatch
+from vllm_duck.models.cpu import _host
+from vllm_duck.models.cpu.threads import Handle
+from vllm_duck.models.rope import Rotations
+
+
+class CpuStep:
+    """`models.backend.Step`."""
+
+    __slots__ = ("batch", "handle", "rotations")
+
+    def __init__(self, batch: AttentionBatch, rotations: Rotations) -> None:
+        self.batch = batch
+        self.rotations = rotations
+        self.handle = _plan(batch)
+
+
+def _plan(batch: AttentionBatch) -> Handle:
+    rows = accumulate((r.num_rows for r in batch.requests), initial=0)
+    table = np.ascontiguousarray(batch.block_table, np.int32)
+    return _host.step_new(
+        len(batch.requests),
+        batch.block_size,
+        np.array(list(rows), np.int32),
+        np.array([r.first_visible for r in batch.requests], np.int32),
+        np.ascontiguousarray(batch.slots, np.int64),
+        table,
+        table.shape[1],
+    )
