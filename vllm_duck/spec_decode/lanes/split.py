@@ -6,7 +6,7 @@ A split is sound because of three things, pinned by tests:
 - a request that reads cache blocks which another request writes in this very step (a
   prefix-cache hit on a request that was admitted with it) is wholly in the last lane,
   whose turn comes after all writes of the others and after its own;
-- a row's bits do not depend on its company (`models.cpu`), so lanes change no token.
+- a row's bits do not depend on its company, so lanes change no token.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,83 @@
+"""The seam to the host's compute: a second backend serves the bundled model too."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.torch_backend import TorchBackend
+from tests.spec_decode.engines import ask, make_prompts, runner_of, start
+from vllm_duck.spec_decode.lanes.policy import LanePolicy
+
+ROOT = Path(__file__).parent.parent.parent / "vllm_duck"
+
+
+def test_only_the_cpu_backend_imports_its_kernels():
+    importers = {
+        path.relative_to(ROOT).parts[:2]
+        for path in ROOT.rglob("*.py")
+        if "import _host" in path.read_text()
+    }
+    assert importers == {("models", "cpu")}
+
+
+def test_nothing_but_the_choice_of_the_backend_names_the_cpu_s():
+    naming = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if "models.cpu" in path.read_text() and "cpu" not in path.parts
+    }
+    assert naming == {"models/backend.py"}
+
+
+@pytest.fixture(scope="module")
+def cpu(tiny_model):
+    return start(tiny_model, speculates=False)
+
+
+@pytest.fixture(scope="module")
+def plain_torch(tiny_model, cpu):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_duck.models.cpu.backend.CpuBackend", TorchBackend)
+        llm = start(tiny_model, speculates=True)
+    runner_of(llm).lanes.policy = LanePolicy(True, times=None)
+    return llm
+
+
+@pytest.mark.vllm
+def test_a_backend_in_plain_torch_gives_the_same_tokens(cpu, plain_torch, tiny_model):
+    """Drafts and lanes on, and prompts longer than index_topk; up to near-ties.
+
+    One rounds rows to bf16 from layer to layer and the other does not, so a logit moves
+    by hundredths, and at a near-tie of router or indexer by tenths.
+    """
+    asked = make_prompts(tiny_model)
+    expected = ask(cpu, asked, max_tokens=48, logprobs=5)
+    got = ask(plain_torch, asked, max_tokens=48)
+    num_same = 0
+    for ours, other in zip(expected, got, strict=True):
+        parted = next(
+            (
+                i
+                for i, (a, b) in enumerate(
+                    zip(ours.token_ids, other.token_ids, strict=True)
+                )
+                if a != b
+            ),
+            None,
+        )
+        num_same += parted is None
+        if parted is not None:
+            found = ours.logprobs[parted]
+            gap = found[ours.token_ids[parted]][0] - found[other.token_ids[parted]][0]
+            assert gap < 0.75, f"token {parted} differs by {gap}"
+    assert num_same >= len(asked) // 2
+    meter = runner_of(plain_torch).lanes.meter
+    assert meter.total.num_steps > 48
+
+
+def test_the_runner_finds_a_cpu_model_by_default():
+    from vllm_duck.models.backend import host_backend
+
+    rows = host_backend().enter(torch.ones(2, 4, dtype=torch.bfloat16))
+    assert host_backend().leave(rows).shape == (2, 4)
