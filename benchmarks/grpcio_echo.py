@@ -53,7 +53,9 @@ class _EchoedFanOut:
         self._ducks = ducks
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._channel = grpc.insecure_channel(endpoint)
+        self._channel = grpc.insecure_channel(
+            endpoint, options=[("grpc.enable_http_proxy", 0)]
+        )
         replies = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(
             iter(self._outbox.get, None)
         )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from vllm_duck.endpoints import check_endpoint, parse_endpoints
 from vllm_duck.errors import DuckConfigError
 
 ENDPOINTS_VARIABLE = "VLLM_DUCK_ENDPOINTS"
@@ -71,8 +72,8 @@ class DuckConfig:
     mtp_shadow: bool = False
 
     def __post_init__(self) -> None:
-        if any(not endpoint.strip() for endpoint in self.endpoints):
-            _refuse("endpoints", "non-empty strings", self.endpoints)
+        for endpoint in self.endpoints:
+            check_endpoint(endpoint)
         if len(set(self.endpoints)) != len(self.endpoints):
             _refuse("endpoints", "each endpoint once", self.endpoints)
         if self.local_ducks < 1:
@@ -118,8 +119,7 @@ class DuckConfig:
             )
         values = {key: _checked(key, value) for key, value in settings.items()}
         if "endpoints" not in values and environ.get(ENDPOINTS_VARIABLE):
-            parts = environ[ENDPOINTS_VARIABLE].split(",")
-            values["endpoints"] = tuple(part.strip() for part in parts)
+            values["endpoints"] = parse_endpoints(environ[ENDPOINTS_VARIABLE])
         return cls(**values)
 
     def to_settings(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from vllm_duck import figures
 from vllm_duck.config import ENDPOINTS_VARIABLE, KNOB, DuckConfig
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.endpoints import check_endpoint
 from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.spec_decode import method
@@ -86,8 +85,6 @@ def apply(
             "duck's attention needs the CPU platform in this version, got "
             f"{current_platform.device_name}; install vllm_duck[cpu]"
         )
-    for endpoint in config.endpoints:
-        check_endpoint(endpoint)
     ClientSecurity.from_files(
         tls_ca=config.tls_ca,
         tls_cert=config.tls_cert,

@@ -18,6 +18,7 @@ from typing import Literal
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from vllm_duck.endpoints import check_endpoint
 from vllm_duck.errors import DuckError, DuckProtocolError, DuckTimeout, DuckUnavailable
 from vllm_duck.executor.codec import (
     DESCRIBE_REQUEST,
@@ -35,7 +36,6 @@ from vllm_duck.executor.duck import (
     PendingReply,
     ReplyDtype,
 )
-from vllm_duck.executor.endpoints import check_endpoint
 from vllm_duck.executor.grpc_errors import error_of_reply, error_of_rpc
 from vllm_duck.executor.process import allowed_cpus, run_on_cpus
 from vllm_duck.executor.security import ClientSecurity

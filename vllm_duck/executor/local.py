@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_duck.errors import DuckConfigError, DuckTimeout, DuckUnavailable
+from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint
+from vllm_duck.errors import DuckTimeout, DuckUnavailable
 from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.endpoints import UNIX_PREFIX
 from vllm_duck.executor.process import (
     allowed_cpus,
     clean_environment,
@@ -35,8 +35,6 @@ DEFAULT_START_S = 3600.0
 _STOP_GRACE_S = 10.0
 # Of the directories that LocalDucks makes for sockets, and removes.
 PRIVATE_PREFIX = "vllm-duck-sockets-"
-# sun_path holds 108 bytes, the last of them zero.
-_MAX_SOCKET_PATH = 107
 
 
 @dataclass(frozen=True)
@@ -172,14 +170,10 @@ def _even_plan(checkpoint: Checkpoint, num_ducks: int) -> ShardPlan:
 
 
 def _socket_endpoints(directory: Path, num_ducks: int) -> list[str]:
-    endpoints = [f"{UNIX_PREFIX}{directory}/{index}" for index in range(num_ducks)]
-    longest = len(endpoints[-1].removeprefix(UNIX_PREFIX))
-    if longest > _MAX_SOCKET_PATH:
-        raise DuckConfigError(
-            f"a socket's path has at most {_MAX_SOCKET_PATH} bytes, and one in "
-            f"{directory} has {longest}; set TMPDIR to a shorter directory"
-        )
-    return endpoints
+    return [
+        check_endpoint(f"{UNIX_PREFIX}{directory}/{index}")
+        for index in range(num_ducks)
+    ]
 
 
 def _spawn(source: Sequence[str], endpoint: str, flags: Sequence[str]) -> _Child:

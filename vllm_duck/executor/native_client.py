@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vllm_duck.endpoints import check_endpoint
 from vllm_duck.errors import (
     DuckError,
     DuckProtocolError,
@@ -20,7 +21,6 @@ from vllm_duck.errors import (
 from vllm_duck.executor import _stream
 from vllm_duck.executor.codec import NUMPY_DTYPE, ReplyStatus
 from vllm_duck.executor.duck import CallTimes, MoeReply, MoeRequest, ReplyDtype
-from vllm_duck.executor.endpoints import check_endpoint
 from vllm_duck.executor.fan_out import DuckStatistics, summary
 from vllm_duck.executor.grpc_errors import error_of_reply, error_of_status
 from vllm_duck.executor.security import ClientSecurity

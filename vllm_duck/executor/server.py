@@ -13,10 +13,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from vllm_duck.endpoints import UNIX_PREFIX
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
 from vllm_duck.executor.codec import ChecksumError, encode_info
 from vllm_duck.executor.duck import DuckInfo, MoeFunction
-from vllm_duck.executor.endpoints import UNIX_PREFIX
 from vllm_duck.executor.forward_stream import ForwardStream, Kernel
 from vllm_duck.executor.process import resident_bytes
 from vllm_duck.executor.security import ServerSecurity
