@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.executor.meddler import Meddler, flip
-from tests.executor.mini_model import make_request
+from tests.executor.mini_model import make_info, make_request
 from tests.executor.wire_peers import (
     BOTH_CLIENTS,
     NATIVE,
@@ -29,6 +29,7 @@ from vllm_duck.errors import (
     DuckUnavailable,
 )
 from vllm_duck.executor.bf16 import bf16_to_f32
+from vllm_duck.executor.identity import identity_of
 
 
 @pytest.fixture(params=SERVERS)
@@ -179,14 +180,15 @@ def test_a_connection_that_went_silent_is_pinged_and_replaced(meddler, client):
 
     fan_out = NativeFanOut(
         [meddler.endpoint],
+        identities=[identity_of(make_info())],
         deadline_s=30,
         reply_dtype="bf16",
         security=ClientSecurity(),
         quiet_s=0.2,
     )
     check_echo(fan_out, make_request())
-    # From here on the connection swallows what is sent; a new one takes one chunk.
-    meddler.to_duck = lambda chunk, before: b"" if before else chunk
+    # From here on the connection swallows what is sent, and a new one does not.
+    meddler.to_duck = lambda chunk, _: chunk if meddler.num_connections > 1 else b""
     request = make_request(seed=1)
     pending = fan_out.start(request)
     np.testing.assert_array_equal(pending.result(), bf16_to_f32(request.hidden))

@@ -30,7 +30,8 @@ Client::Client(const ClientOptions& options)
   if (epoll_ < 0) throw std::runtime_error(strerror(errno));
   for (const auto& endpoint : options.endpoints)
     links_.push_back(std::make_unique<Link>(
-        int(links_.size()), endpoint, options.authorization, epoll_,
+        int(links_.size()), endpoint, options.identities[links_.size()],
+        options.authorization, epoll_,
         std::chrono::duration_cast<Clock::duration>(
             std::chrono::duration<double>(options.quiet_s))));
 }

@@ -16,6 +16,7 @@ namespace duck::stream {
 
 struct ClientOptions {
   std::vector<std::string> endpoints;
+  std::vector<std::string> identities;  // of the ducks, see identity.py
   std::string authorization;  // empty: none
   double deadline_s;
   double quiet_s;  // see Link

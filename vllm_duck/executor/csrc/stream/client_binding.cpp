@@ -31,24 +31,31 @@ bool read_u32s(PyObject* const* args, int count, uint32_t* out) {
   return true;
 }
 
+bool read_strings(PyObject* tuple, std::vector<std::string>* out) {
+  out->resize(size_t(PyTuple_Size(tuple)));
+  for (size_t i = 0; i < out->size(); ++i)
+    if (!read_string(PyTuple_GetItem(tuple, Py_ssize_t(i)), &(*out)[i])) return false;
+  return true;
+}
+
 void destroy_ticket(PyObject* capsule) {
   auto* held = from_capsule<HeldTicket>(capsule, kTicketName);
   held->client->forget(held->ticket.get());
   delete held;
 }
 
-// client_new(endpoints, authorization, deadline_s, quiet_s, is_fp32) -> client
+// client_new(endpoints, identities, authorization, deadline_s, quiet_s, is_fp32)
+// -> client
 PyObject* client_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  if (!require_args(num_args, 5)) return nullptr;
+  if (!require_args(num_args, 6)) return nullptr;
   ClientOptions options;
-  options.endpoints.resize(size_t(PyTuple_Size(args[0])));
-  for (size_t i = 0; i < options.endpoints.size(); ++i)
-    if (!read_string(PyTuple_GetItem(args[0], Py_ssize_t(i)), &options.endpoints[i]))
-      return nullptr;
-  if (!read_string(args[1], &options.authorization)) return nullptr;
-  options.deadline_s = PyFloat_AsDouble(args[2]);
-  options.quiet_s = PyFloat_AsDouble(args[3]);
-  options.reply_dtype = PyObject_IsTrue(args[4]) ? DType::kF32 : DType::kBf16;
+  if (!read_strings(args[0], &options.endpoints) ||
+      !read_strings(args[1], &options.identities) ||
+      !read_string(args[2], &options.authorization))
+    return nullptr;
+  options.deadline_s = PyFloat_AsDouble(args[3]);
+  options.quiet_s = PyFloat_AsDouble(args[4]);
+  options.reply_dtype = PyObject_IsTrue(args[5]) ? DType::kF32 : DType::kBf16;
   if (PyErr_Occurred()) return nullptr;
   try {
     return PyCapsule_New(new ClientRef(std::make_shared<Client>(options)), kClientName,

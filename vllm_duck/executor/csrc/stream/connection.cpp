@@ -166,11 +166,12 @@ int32_t Connection::open_stream(const Headers& headers) {
   return id;
 }
 
-void Connection::respond(Stream* stream) {
+void Connection::respond(Stream* stream, const Headers& more) {
   stream->has_response = true;
   nghttp2_data_provider outbox{};
   outbox.read_callback = read_outbox;
   Headers headers = response_headers();
+  headers.insert(headers.end(), more.begin(), more.end());
   nghttp2_submit_response(session_, stream->id, to_nghttp2(headers).data(),
                           headers.size(), &outbox);
 }

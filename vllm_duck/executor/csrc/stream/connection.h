@@ -85,8 +85,8 @@ class Connection {
 
   // Client: opens a stream that sends messages until it is closed. 0 if it cannot.
   int32_t open_stream(const Headers& headers);
-  // Server: answers with these headers, then messages.
-  void respond(Stream* stream);
+  // Server: answers with gRPC's headers and `more`, then messages.
+  void respond(Stream* stream, const Headers& more);
   // Server: the end of a call, after what was sent before. Without respond() it is the
   // whole answer.
   void finish(Stream* stream, const Status& status);

@@ -103,7 +103,9 @@ void Peer::on_headers(Stream* stream, bool) {
   else
     call.control_id = house_->control_call(this, stream->id);
   calls_.emplace(stream->id, call);
-  connection_.respond(stream);
+  Headers more;
+  if (call.is_forward) more.emplace_back(kIdentityHeader, house_->identity());
+  connection_.respond(stream, more);
   if (!call.is_forward)
     house_->control_event({call.control_id, ControlEvent::kStart, method, Message()});
 }

@@ -30,6 +30,7 @@ struct ServerOptions {
   std::vector<int> listeners;  // taken over
   Compute compute;
   std::string authorization;  // what callers must send; empty: nothing
+  std::string identity;
   size_t max_message_bytes;
   size_t max_calls;
 };
@@ -77,6 +78,7 @@ class Server : private Peer::House {
   uint64_t control_call(Peer* peer, int32_t stream_id) override;
   void control_event(ControlEvent event) override;
   size_t max_message_bytes() const override { return options_.max_message_bytes; }
+  const std::string& identity() const override { return options_.identity; }
 
   ServerOptions options_;
   int epoll_ = -1;
