@@ -37,6 +37,16 @@ def test_a_span_is_of_a_kind_a_lane_and_a_layer():
     assert (ducks.begin_ns, ducks.end_ns) == (380 * US, 470 * US)
 
 
+def test_a_dense_layer_has_no_span_of_the_ducks():
+    record = _make_record()
+    for lane in record.lanes:
+        lane.stages[1] = lane.stages[1]._replace(call=None)
+    kinds = [(s.kind, s.layer_idx) for s in spans(record, first_layer_idx=3)]
+    assert ("host", 4) in kinds
+    assert ("ducks", 3) in kinds
+    assert ("ducks", 4) not in kinds
+
+
 def test_the_trace_has_a_track_for_each_side_of_each_lane():
     trace = chrome_trace([_make_record()] * 2, first_layer_idx=3)
     json.dumps(trace)

@@ -32,6 +32,8 @@ def spans(record: StepRecord, first_layer_idx: int) -> Iterator[Span]:
             yield Span(
                 WAIT, lane_idx, layer_idx, stages.wait_begin_ns, stages.wait_end_ns
             )
+            if stages.call is None:
+                continue
             sent_ns = stages.call.sent_ns
             # Seen late if the host was busy with the other lane.
             arrived_ns = sent_ns + 1000 * stages.call.rtt_us

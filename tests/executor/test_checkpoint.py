@@ -40,6 +40,12 @@ def test_layers_follow_moe_layer_freq(tmp_path, bf16_model):
     assert Checkpoint(bf16_model.write(tmp_path)).moe_layer_ids == (3, 6)
 
 
+@pytest.mark.parametrize(("step", "expected"), [(1, (1, 2, 3)), (2, (2,))])
+def test_the_mtp_layer_follows_moe_layer_freq_too(tmp_path, bf16_model, step, expected):
+    bf16_model.config["moe_layer_freq"] = step
+    assert Checkpoint(bf16_model.write(tmp_path)).moe_layer_ids == expected
+
+
 def test_block_fp8_is_recognised(tmp_path, bf16_model):
     bf16_model.config["quantization_config"] = FP8
     checkpoint = Checkpoint(bf16_model.write(tmp_path))

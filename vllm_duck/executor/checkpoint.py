@@ -79,27 +79,23 @@ class Checkpoint:
 
     @cached_property
     def moe_layer_ids(self) -> tuple[int, ...]:
-        """Layers with routed experts: the trunk's by config, and the MTP layers that
-        the checkpoint holds."""
+        """Layers with routed experts by config: of the trunk, and of the MTP layers
+        that the checkpoint holds."""
         num_layers = self._config_int("num_hidden_layers")
+        num_mtp = self._config_int("num_nextn_predict_layers", 0)
         step = self._config_int("moe_layer_freq", 1)
-        trunk = [
+        return tuple(
             layer_idx
             for layer_idx in range(
-                self._config_int("first_k_dense_replace", 0), num_layers
+                self._config_int("first_k_dense_replace", 0), num_layers + num_mtp
             )
             if layer_idx % step == 0
-        ]
-        num_mtp = self._config_int("num_nextn_predict_layers", 0)
-        mtp = [
-            layer_idx
-            for layer_idx in range(num_layers, num_layers + num_mtp)
-            if any(
-                name.startswith(f"model.layers.{layer_idx}.")
-                for name in self._file_names
-            )
-        ]
-        return (*trunk, *mtp)
+            and (layer_idx < num_layers or self._holds_layer(layer_idx))
+        )
+
+    def _holds_layer(self, layer_idx: int) -> bool:
+        prefix = f"model.layers.{layer_idx}."
+        return any(name.startswith(prefix) for name in self._file_names)
 
     @cached_property
     def weight_format(self) -> str:

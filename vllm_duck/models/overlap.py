@@ -22,7 +22,8 @@ class Stages(NamedTuple):
     end_ns: int
     wait_begin_ns: int
     wait_end_ns: int
-    call: CallTimes
+    # None: a dense layer, which asks no duck.
+    call: CallTimes | None
 
 
 class LaneTimes:
@@ -41,7 +42,7 @@ class LaneTimes:
     def begin_wait(self) -> None:
         self._wait_begin_ns = time.perf_counter_ns()
 
-    def end_wait(self, call: CallTimes) -> None:
+    def end_wait(self, call: CallTimes | None) -> None:
         wait_end_ns = time.perf_counter_ns()
         self.stages.append(
             Stages(self._begin_ns, self._end_ns, self._wait_begin_ns, wait_end_ns, call)
@@ -50,7 +51,7 @@ class LaneTimes:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The layers of one step that have ducks; one lane when it ran serially."""
+    """The layers of one step, from the first with ducks on; one lane if serial."""
 
     lanes: tuple[LaneTimes, ...]
     # Why it ran serially; None if it did not.
@@ -119,22 +120,24 @@ def overlap_of(record: StepRecord) -> Overlap:
 
     A reply that comes while the host works is seen late, and one that queued behind the
     other lane took longer than it would have alone; so a stage 1 counts as the slowest
-    duck's compute plus the quickest way there and back of the step.
+    duck's compute plus the quickest way there and back of the step. A dense layer is
+    work of the host alone.
     """
-    s0_ns, compute_us, num_stages = 0, 0, 0
+    s0_ns, compute_us, num_calls = 0, 0, 0
     link_us: float = math.inf
     wait_s = []
     # One pass, since it is part of every step.
     for lane in record.lanes:
         wait_ns = 0
-        num_stages += len(lane.stages)
         for begin_ns, end_ns, wait_begin_ns, wait_end_ns, call in lane.stages:
             s0_ns += end_ns - begin_ns
             wait_ns += wait_end_ns - wait_begin_ns
-            compute_us += call.compute_us
-            link_us = min(link_us, call.link_us)
+            if call is not None:
+                num_calls += 1
+                compute_us += call.compute_us
+                link_us = min(link_us, call.link_us)
         wait_s.append(wait_ns / 1e9)
-    s0_s, s1_s = s0_ns / 1e9, (compute_us + num_stages * link_us) / 1e6
+    s0_s, s1_s = s0_ns / 1e9, (compute_us + num_calls * link_us) / 1e6
     longer_s, shorter_s = max(s0_s, s1_s), min(s0_s, s1_s)
     return Overlap(
         num_steps=1,
@@ -143,8 +146,8 @@ def overlap_of(record: StepRecord) -> Overlap:
         s1_s=s1_s,
         wait0_s=wait_s[0],
         wait1_s=wait_s[1],
-        # L * 2 * max(c, d) + min(c, d) of L layers.
-        ideal_s=longer_s + shorter_s / num_stages,
+        # L * 2 * max(c, d) + min(c, d) of L layers with ducks.
+        ideal_s=longer_s + shorter_s / num_calls,
     )
 
 
