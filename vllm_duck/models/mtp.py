@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from vllm_duck.config import DuckConfig
+from vllm_duck.config import HandOver
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.models.batch import AttentionBatch, current_batch
 from vllm_duck.models.dimensions import Dimensions
@@ -33,9 +33,10 @@ class DeepseekV32Mtp(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        model_config = vllm_config.speculative_config.draft_model_config
+        # The target's: --hf-overrides and --hf-config-path reach no draft's config.
+        model_config = vllm_config.speculative_config.target_model_config
         dims = self.dims = Dimensions.from_hf_config(model_config.hf_config)
-        config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
+        kv_dtype = HandOver.of(vllm_config).kv_dtype
         self.layer_idx = dims.num_hidden_layers
         self.prefix = f"model.layers.{self.layer_idx}"
         names = Checkpoint(Path(model_config.model)).tensor_names
@@ -49,7 +50,7 @@ class DeepseekV32Mtp(nn.Module):
         self.embed_norm = Norm(dims.hidden_size, dims.rms_norm_eps)
         self.hidden_norm = Norm(dims.hidden_size, dims.rms_norm_eps)
         self.projection = Linear(2 * dims.hidden_size, dims.hidden_size)
-        self.layer = DecoderLayer(dims, self.layer_idx, config.kv_dtype, self.prefix)
+        self.layer = DecoderLayer(dims, self.layer_idx, kv_dtype, self.prefix)
         self.head_norm = Norm(dims.hidden_size, dims.rms_norm_eps)
         self.rope = Rope(dims.rope, dims.qk_rope_head_dim)
 
