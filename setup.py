@@ -10,10 +10,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError
 
 ROOT = Path(__file__).parent
-VERSION = re.search(
-    r'__version__ = "(.+)"', (ROOT / "vllm_duck" / "__init__.py").read_text()
-)[1]
-VLLM = "0.32.0"
+INIT = (ROOT / "vllm_duck" / "__init__.py").read_text()
+VERSION = re.search(r'__version__ = "(.+)"', INIT)[1]
+VLLM = re.search(r'VLLM_VERSION = "(.+)"', INIT)[1]
 
 DUCK_CSRC = "vllm_duck/executor/csrc"
 STREAM_CSRC = "vllm_duck/executor/csrc/stream"

@@ -1,12 +1,14 @@
 """Figures on their way from the worker to the log and to /metrics."""
 
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
 from vllm_duck import stat_logger
+from vllm_duck.config import HAND_OVER_KEY, HandOver
 from vllm_duck.figures import FiguresFile, FiguresWriter, temporary_file
 from vllm_duck.models.overlap import Overlap
 from vllm_duck.stat_logger import DuckStatLogger
@@ -41,7 +43,8 @@ def path():
 
 @pytest.fixture
 def duck_logger(path):
-    settings = {"duck": {"figures_file": path}}
+    hand_over = HandOver(kv_dtype="fp8", figures_file=str(path))
+    settings = {"duck": {}, HAND_OVER_KEY: asdict(hand_over)}
     before = set(REGISTRY._collector_to_names)
     yield DuckStatLogger(SimpleNamespace(additional_config=settings))
     for collector in set(REGISTRY._collector_to_names) - before:

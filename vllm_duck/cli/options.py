@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from vllm_duck.endpoints import parse_endpoints
+from vllm_duck.config import environment_endpoints
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import REQUANTIZED_FORMATS, Shard
@@ -185,7 +185,7 @@ def cpu_set(text: str) -> set[int]:
 
 def default_endpoints() -> tuple[str, ...]:
     """What VLLM_DUCK_ENDPOINTS names, as the host reads it."""
-    return parse_endpoints(os.environ.get("VLLM_DUCK_ENDPOINTS", ""))
+    return environment_endpoints(os.environ)
 
 
 def size(num_bytes: int) -> str:

@@ -20,6 +20,7 @@ from typing import Literal
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from vllm_duck.config import DEFAULT_DEADLINE_S
 from vllm_duck.endpoints import check_endpoint
 from vllm_duck.errors import DuckError, DuckProtocolError, DuckTimeout, DuckUnavailable
 from vllm_duck.executor.codec import (
@@ -51,8 +52,6 @@ from vllm_duck.executor.wire import (
     TOKEN_METADATA_KEY,
     TOKEN_PREFIX,
 )
-
-DEFAULT_DEADLINE_S = 30.0
 
 _CHANNEL_OPTIONS = [
     # The defaults of 4 MiB do not hold a prefill chunk.

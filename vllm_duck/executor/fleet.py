@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
+from vllm_duck.config import DEFAULT_DEADLINE_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
-from vllm_duck.executor.client import DEFAULT_DEADLINE_S, GrpcDuck
+from vllm_duck.executor.client import GrpcDuck
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
     REQUANTIZED_FORMATS,

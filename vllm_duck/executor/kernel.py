@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_duck.config import ISA_VARIABLE, environment_isa
 from vllm_duck.errors import DuckCheckpointError, DuckConfigError, DuckShapeError
 from vllm_duck.executor import _kernel
 
 ISAS = ("amx", "avx512", "avx2", "portable")
-ISA_ENV = "VLLM_DUCK_ISA"
 # In the order of csrc/layout.h. The last two are what requantize.py makes.
 WEIGHT_FORMATS = ("e4m3-block128", "bf16", "int8-group128", "int4-group32")
 
@@ -217,11 +217,11 @@ class MoeKernel:
             raise DuckConfigError(
                 f"num_threads must be in [1, 1024], got {num_threads}"
             )
-        wanted = isa if isa is not None else os.environ.get(ISA_ENV) or None
+        wanted = isa if isa is not None else environment_isa() or None
         if wanted is not None and wanted not in ISAS:
             raise DuckConfigError(
                 f"isa must be one of {ISAS}, got {wanted!r}; "
-                f"set the isa argument or {ISA_ENV}"
+                f"set the isa argument or {ISA_VARIABLE}"
             )
         handle = _kernel.engine_new(
             num_threads, wanted or "", tuple(cpus) if pin else ()
@@ -229,7 +229,7 @@ class MoeKernel:
         if handle is None:
             raise DuckConfigError(
                 f"this CPU cannot run isa {wanted!r}, it supports {supported_isas()}; "
-                f"set the isa argument or {ISA_ENV}"
+                f"set the isa argument or {ISA_VARIABLE}"
             )
         self._handle = handle
         self.isa = str(_kernel.engine_isa(handle))

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from vllm_duck.config import DuckConfig
+from vllm_duck.config import DuckConfig, HandOver
 from vllm_duck.models.batch import current_batch
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.host import finish_loading, from_bits, to_bits
+from vllm_duck.models.kv_format import KvDtype
 from vllm_duck.models.lanes import LanePolicy, run_in_lanes
 from vllm_duck.models.layer import DecoderLayer, run_layers
 from vllm_duck.models.linear import Norm
@@ -21,16 +22,16 @@ from vllm_duck.models.rope import Rope
 
 
 class Trunk(nn.Module):
-    def __init__(self, dims: Dimensions, config: DuckConfig, prefix: str) -> None:
+    def __init__(
+        self, dims: Dimensions, kv_dtype: KvDtype, prefix: str, *, overlaps: bool
+    ) -> None:
         super().__init__()
         self.num_dense_layers = dims.first_k_dense_replace
-        self.lane_policy = LanePolicy(config.overlap)
+        self.lane_policy = LanePolicy(overlaps)
         self.meter = OverlapMeter()
         self.embed_tokens = VocabParallelEmbedding(dims.vocab_size, dims.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(
-                dims, layer_idx, config.kv_dtype, f"{prefix}.layers.{layer_idx}"
-            )
+            DecoderLayer(dims, layer_idx, kv_dtype, f"{prefix}.layers.{layer_idx}")
             for layer_idx in range(dims.num_hidden_layers)
         )
         self.norm = Norm(dims.hidden_size, dims.rms_norm_eps)
@@ -66,8 +67,12 @@ class DeepseekV32ForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.dims = Dimensions.from_hf_config(vllm_config.model_config.hf_config)
-        config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
-        self.model = Trunk(self.dims, config, "model")
+        self.model = Trunk(
+            self.dims,
+            HandOver.of(vllm_config).kv_dtype,
+            "model",
+            overlaps=DuckConfig.of(vllm_config).overlap,
+        )
         self.lm_head = LmHead(self.dims.vocab_size, self.dims.hidden_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ Invariants of all that runs here, pinned by tests:
 The order of additions is written down in csrc/gemm.h, csrc/rows.h and csrc/sparse.h.
 """
 
-import os
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from vllm_duck.config import ISA_VARIABLE, environment_isa
 from vllm_duck.errors import DuckConfigError, DuckShapeError
 from vllm_duck.models import _host
-
-ISA_ENV = "VLLM_DUCK_ISA"
 
 # A C++ object: packed weights, a batch, the threads.
 Handle: TypeAlias = object
@@ -63,8 +61,7 @@ def configure(
         DuckConfigError: no such instruction set here, or no thread.
     """
     global _current
-    isa = isa or os.environ.get(ISA_ENV, "")
-    _current = _make(num_threads, isa, work_per_thread)
+    _current = _make(num_threads, isa or environment_isa(), work_per_thread)
 
 
 def current() -> Handle:
@@ -127,7 +124,7 @@ def _make(num_threads: int, name: str, work_per_thread: int) -> Handle:
     host = _host.host_new(num_threads, name, work_per_thread)
     if host is None:
         raise DuckConfigError(
-            f"{ISA_ENV} must be one of {', '.join(_host.supported_isas())} on this "
-            f"machine, got {name!r}"
+            f"{ISA_VARIABLE} must be one of {', '.join(_host.supported_isas())} on "
+            f"this machine, got {name!r}"
         )
     return host
