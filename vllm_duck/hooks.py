@@ -4,8 +4,8 @@ Four functions of vLLM are wrapped, and two names are swapped while a worker bui
 model runner. With duck off, the wrappers hand over to vLLM's own function and change
 nothing. The rest goes through its public seams (entry point, `worker_cls`,
 `load_format`, `model_class_overrides`, `additional_config`) and through classes of ours
-that override methods of vLLM's runner, proposer and worker, private ones among them:
-spec_decode/runner.py, spec_decode/proposer.py, spec_decode/acceptance.py, worker.py.
+that override methods of vLLM's runner, proposer and worker, or read their state, both
+private ones too: worker.py and spec_decode/{runner,proposer,acceptance}.py.
 """
 
 import copy

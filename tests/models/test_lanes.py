@@ -1,6 +1,8 @@
 """Lanes: which rows go where, why a step stays whole, and that no bit changes."""
 
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -169,3 +171,11 @@ def _seen_slots(batch: AttentionBatch) -> set[int]:
         for position in range(request.first_visible + request.num_rows - 1):
             seen.add(row[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
     return seen
+
+
+def test_the_page_names_every_reason_of_a_serial_step():
+    page = (Path(__file__).parents[2] / "docs" / "lanes.md").read_text()
+    returned = re.findall(r'return "(.+)"', Path(lanes.__file__).read_text())
+    assert len(returned) == 4
+    for reason in (lanes.SLOWER, *returned):
+        assert f"`{reason}`" in page

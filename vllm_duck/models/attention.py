@@ -9,16 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_duck.errors import DuckShapeError
 from vllm_duck.models import _host
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host import Bits, Handle, HostModule, current
+from vllm_duck.models.host import Bits, Handle, HostModule, current, require_bits
 from vllm_duck.models.kv_cache import IndexCache, LatentCache
 from vllm_duck.models.kv_format import IndexFormat, KvDtype, LatentFormat
 from vllm_duck.models.linear import Norm, StackedRows, floats, weight_parameter
 from vllm_duck.models.rope import Rotations, half_split_to_interleaved, softmax_scale
 
 INDEX_NORM_EPS = 1e-6
+_ROTATIONS_DTYPE = np.dtype(np.complex64)
 
 
 class SparseAttention(HostModule):
@@ -74,10 +76,17 @@ class SparseAttention(HostModule):
         hidden [T, H] bf16 bits, rotations [T, 1, R / 2]
         -> residual [T, H] and normed [T, H], bf16 bits. Rows beyond the batch are
         padding: their attention is 0.
+
+        Raises:
+            DuckShapeError: they have other shapes, dtypes or layouts.
         """
-        assert hidden.shape[1] == self.dims.hidden_size
-        assert hidden.dtype == np.uint16
-        assert batch.num_tokens <= hidden.shape[0] == rotations.shape[0]
+        require_bits("hidden", hidden, self.dims.hidden_size)
+        self._require_rotations(rotations, len(hidden))
+        if batch.num_tokens > len(hidden):
+            raise DuckShapeError(
+                f"hidden must have a row for each of the batch's {batch.num_tokens} "
+                f"tokens, got {len(hidden)}"
+            )
         residual, normed = np.empty_like(hidden), np.empty_like(hidden)
         _host.attend(
             current(),
@@ -92,6 +101,16 @@ class SparseAttention(HostModule):
             normed,
         )
         return residual, normed
+
+    def _require_rotations(self, rotations: Rotations, num_rows: int) -> None:
+        shape = (num_rows, 1, self.dims.qk_rope_head_dim // 2)
+        is_complex64 = rotations.dtype == _ROTATIONS_DTYPE
+        is_whole = rotations.shape == shape and rotations.flags.c_contiguous
+        if not (is_complex64 and is_whole):
+            raise DuckShapeError(
+                f"rotations must be {shape} complex64, contiguous, got "
+                f"{rotations.shape} {rotations.dtype}, strides {rotations.strides}"
+            )
 
     def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         for module in (self.down, self.up, self.kv_b, self.out):

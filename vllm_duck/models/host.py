@@ -28,6 +28,7 @@ Handle: TypeAlias = object
 # What goes from layer to layer, [T, H] bf16 as bits: to make a tensor takes 15 us
 # between layers, with the caches full of weights, and to make an array 3.
 Bits = npt.NDArray[np.uint16]
+_BITS_DTYPE = np.dtype(np.uint16)
 
 # Waking a sleeping thread takes about 50 us, in which one thread reads 1 MB of weights.
 WORK_PER_THREAD = 1 << 20
@@ -102,6 +103,24 @@ def require_rows(name: str, x: Tensor, size: int) -> Tensor:
             f"got {tuple(x.shape)} {x.dtype} on {x.device}"
         )
     return x.contiguous()
+
+
+def require_bits(name: str, x: Bits, size: int) -> None:
+    """Before C++ reads x: contiguous rows [T, size] of bf16 bits. Takes 0.4 us.
+
+    Raises:
+        DuckShapeError: another shape, dtype or layout.
+    """
+    if (
+        x.dtype != _BITS_DTYPE
+        or x.ndim != 2
+        or x.shape[1] != size
+        or not x.flags.c_contiguous
+    ):
+        raise DuckShapeError(
+            f"{name} must be [T, {size}] uint16, contiguous, got {x.shape} {x.dtype}, "
+            f"strides {x.strides}"
+        )
 
 
 def to_bits(name: str, x: Tensor, size: int) -> Bits:

@@ -1,1 +1,1 @@
-"""The duck_mtp1 proposer and the lanes."""
+"""The method duck_mtp1: drafting, verification, and where drafting stops."""

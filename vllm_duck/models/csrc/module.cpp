@@ -1,5 +1,6 @@
-// vllm_duck.models._host: the C++ side of host.py, which is its only user and checks
-// shapes and types. Pointers come as integers (tensor.data_ptr()) or as buffers.
+// vllm_duck.models._host: the C++ side of host.py, linear.py, moe.py, attention.py and
+// batch.py, which check shapes, dtypes and layouts: nothing here does. Pointers come as
+// integers (tensor.data_ptr()) or as buffers.
 #include "binding.h"
 #include "host.h"
 #include "weights.h"
