@@ -196,7 +196,7 @@ def _check_checkpoint(checkpoint: Checkpoint, *, needs_mtp: bool) -> None:
             f"{checkpoint.model_dir} has none (num_nextn_predict_layers); drop them"
         )
     # Raises where no duck could read the experts.
-    checkpoint.summary  # noqa: B018
+    _ = checkpoint.weight_format
 
 
 def _require_architecture(architectures: list[str]) -> None:
