@@ -83,20 +83,35 @@ inline PyObject* raise(const std::exception& error) {
   return nullptr;
 }
 
+// What Python calls: an exception of `function` becomes Python's. It may not leave
+// through the interpreter's C, where it would end the process.
+template <auto function, class... Args>
+PyObject* guarded(Args... args) {
+  try {
+    return function(args...);
+  } catch (const std::exception& error) {
+    return raise(error);
+  }
+}
+
 using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
 
-inline PyMethodDef fast(const char* name, FastFunction function) {
-  auto* erased = reinterpret_cast<void (*)()>(function);
+template <FastFunction function>
+PyMethodDef fast(const char* name) {
+  FastFunction entry = guarded<function, PyObject*, PyObject* const*, Py_ssize_t>;
+  auto* erased = reinterpret_cast<void (*)()>(entry);
   return {name, reinterpret_cast<PyCFunction>(erased), METH_FASTCALL, nullptr};
 }
 
 // Of one argument.
-inline PyMethodDef single(const char* name, PyCFunction function) {
-  return {name, function, METH_O, nullptr};
+template <PyCFunction function>
+PyMethodDef single(const char* name) {
+  return {name, guarded<function, PyObject*, PyObject*>, METH_O, nullptr};
 }
 
-inline PyMethodDef no_args(const char* name, PyCFunction function) {
-  return {name, function, METH_NOARGS, nullptr};
+template <PyCFunction function>
+PyMethodDef no_args(const char* name) {
+  return {name, guarded<function, PyObject*, PyObject*>, METH_NOARGS, nullptr};
 }
 
 // Called once, by the module's init function.

@@ -44,7 +44,7 @@ struct Stream {
 
 class Connection {
  public:
-  enum class Refusal { kCompressed, kTooLarge };
+  enum class Refusal { kCompressed, kTooLarge, kNoMemory };
 
   // Called from within receive() and flush(); none of them may destroy the connection.
   class Owner {

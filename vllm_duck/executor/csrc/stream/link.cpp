@@ -348,6 +348,11 @@ void Link::on_refusal(Stream* stream, Connection::Refusal why) {
         {Failure::kProtocol, 0,
          "it compresses its replies; vllm_duck does not read compressed messages"},
         false);
+  if (why == Connection::Refusal::kNoMemory)
+    return lose({Failure::kStatus, kStatusResourceExhausted,
+                 "the host has no memory for a reply of " +
+                     std::to_string(stream->inbox.announced_bytes()) + " bytes"},
+                false);
   lose({Failure::kProtocol, 0,
         "expected a reply of at most " + std::to_string(max_message_bytes(*stream)) +
             " bytes, got one of " + std::to_string(stream->inbox.announced_bytes())},
