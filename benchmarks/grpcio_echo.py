@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import end_with_parent, running, serve
-from vllm_duck.executor.duck import CallTimes, MoeRequest
-from vllm_duck.executor.fan_out import FanOut, PendingSum
-from vllm_duck.executor.process import (
+from vllm_duck.executor.cpus import (
     allowed_cpus,
     run_on_cpus,
     set_thread_cpus,
     thread_cpus,
 )
+from vllm_duck.executor.duck import CallTimes, MoeRequest
+from vllm_duck.executor.fan_out import FanOut, PendingSum
 
 _SERVICE, _METHOD = "echo", "Echo"
 

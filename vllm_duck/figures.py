@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_duck.executor.process import allowed_cpus, run_on_cpus
+from vllm_duck.executor.cpus import allowed_cpus, run_on_cpus
 from vllm_duck.executor.temporary import temporary_directory
 
 _INTERVAL_S = 0.5

@@ -11,8 +11,8 @@ from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.cpus import thread_cpus
 from vllm_duck.executor.local import LocalDucks
-from vllm_duck.executor.process import thread_cpus
 from vllm_duck.executor.shards import ShardPlan
 from vllm_duck.executor.split_format import Manifest, split_directories
 

@@ -31,6 +31,7 @@ from vllm_duck.executor.codec import (
     decode_reply,
     encode_request,
 )
+from vllm_duck.executor.cpus import allowed_cpus, run_on_cpus
 from vllm_duck.executor.duck import (
     DuckInfo,
     EncodedRequest,
@@ -41,7 +42,6 @@ from vllm_duck.executor.duck import (
 )
 from vllm_duck.executor.grpc_errors import error_of_reply, error_of_rpc
 from vllm_duck.executor.identity import identity_of, mismatch
-from vllm_duck.executor.process import allowed_cpus, run_on_cpus
 from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.executor.wire import (
     DESCRIBE_METHOD,

@@ -17,11 +17,8 @@ from pathlib import Path
 from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint
 from vllm_duck.errors import DuckTimeout, DuckUnavailable
 from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.process import (
-    allowed_cpus,
-    clean_environment,
-    resident_bytes,
-)
+from vllm_duck.executor.cpus import allowed_cpus, within_quota
+from vllm_duck.executor.process import clean_environment, resident_bytes
 from vllm_duck.executor.shards import ShardPlan
 from vllm_duck.executor.split_format import split_directories
 from vllm_duck.executor.temporary import temporary_directory
@@ -70,7 +67,8 @@ class LocalDucks:
             plan, and takes neither num_ducks nor plan.
         plan: instead of an even split between `num_ducks`.
         listen: one endpoint a duck, instead of sockets in a private directory.
-        num_threads: of each duck's kernel; by default they share out the cpus.
+        num_threads: of each duck's kernel; by default they share out the cpus, or what
+            this process's cgroup may use of them.
         cpus: for the ducks; by default all that the container allows, although
             vLLM pins its worker, and children inherit that.
         weight_format: "int8" or "int4" to hold the experts in fewer bits.
@@ -82,7 +80,7 @@ class LocalDucks:
         """
         sources = _sources(Path(model_dir), plan, num_ducks)
         cpus = cpus or allowed_cpus()
-        num_threads = num_threads or max(1, len(cpus) // len(sources))
+        num_threads = num_threads or max(1, within_quota(len(cpus)) // len(sources))
         with ExitStack() as undo:
             directory = None
             if listen is None:

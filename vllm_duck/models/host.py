@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from vllm_duck.config import ISA_VARIABLE, environment_isa
 from vllm_duck.errors import DuckConfigError, DuckShapeError
+from vllm_duck.executor.cpus import within_quota
 from vllm_duck.models import _host
 
 # A C++ object: packed weights, a batch, the threads.
@@ -66,9 +67,10 @@ def configure(
 
 
 def current() -> Handle:
-    """What the kernels run on; unless configured, torch's number of threads."""
+    """What the kernels run on; unless configured, torch's number of threads, as far
+    as the cgroup's quota goes."""
     if _current is None:
-        configure(torch.get_num_threads())
+        configure(within_quota(torch.get_num_threads()))
     assert _current is not None
     return _current
 
