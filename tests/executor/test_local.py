@@ -173,6 +173,18 @@ def test_ducks_shed_what_vllm_does_to_its_worker(bf16_checkpoint, monkeypatch):
         assert name not in environment
 
 
+def test_ducks_import_nothing_from_the_working_directory(
+    bf16_checkpoint, hostile_directory, monkeypatch
+):
+    monkeypatch.chdir(hostile_directory)
+    with (
+        LocalDucks.start(bf16_checkpoint.model_dir, num_ducks=1) as ducks,
+        Fleet.connect(ducks.endpoints) as fleet,
+    ):
+        fleet.start(make_request()).result()
+    assert not list(hostile_directory.glob("*.executed"))
+
+
 def test_stop_may_be_called_twice(bf16_checkpoint):
     ducks = LocalDucks.start(bf16_checkpoint.model_dir, num_ducks=1)
     ducks.stop()

@@ -177,7 +177,8 @@ def _socket_endpoints(directory: Path, num_ducks: int) -> list[str]:
 def _spawn(source: Sequence[str], endpoint: str, flags: Sequence[str]) -> _Child:
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "vllm_duck.cli", "serve", *source),
+            # -P: nothing is imported from the directory that the user happens to be in.
+            *(sys.executable, "-P", "-m", "vllm_duck.cli", "serve", *source),
             f"--listen={endpoint}",
             "--child",
             *flags,
