@@ -3,6 +3,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <exception>
@@ -14,7 +15,16 @@ namespace duck::binding {
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  // When the interpreter ends, Python before 3.14 ends a daemon thread here, by
+  // unwinding its stack: destructors would run without the GIL, and this one may not be
+  // left that way. As from 3.14 on, the thread stands still until the process ends.
+  ~WithoutGil() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      for (;;) ::pause();
+    }
+  }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 
