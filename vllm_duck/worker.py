@@ -72,6 +72,8 @@ class DuckWorker(CPUWorker):
         }
 
     def shutdown(self) -> None:
+        # First: the runner drops the model that the figures are taken from.
+        self._stop_figures()
         super().shutdown()
         self._stop_ducks()
 
@@ -138,7 +140,12 @@ class DuckWorker(CPUWorker):
         )
         return fleet
 
+    def _stop_figures(self) -> None:
+        if self.figures_writer is not None:
+            self.figures_writer.stop()
+
     def _stop_ducks(self) -> None:
+        self._stop_figures()
         if self.fleet is not None:
             self.fleet.close()
         if self.local_ducks is not None:
