@@ -78,7 +78,7 @@ class DuckWorker(CPUWorker):
         self._stop_ducks()
 
     def duck_figures(self) -> dict[str, Any]:
-        """For `LLM.collective_rpc`: memory of the host, and figures of each duck."""
+        """For `LLM.collective_rpc`: memory, what carries the calls, and each duck."""
         assert self.fleet is not None
         infos = self.fleet.describe()
         ducks = [
@@ -95,6 +95,7 @@ class DuckWorker(CPUWorker):
         ]
         return {
             "host_bytes": resident_bytes(),
+            "transport": self.fleet.transport,
             "ducks": [asdict(duck) for duck in ducks],
         }
 
