@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.executor.wire_peers import SERVERS, serving
+from tests.waiting import WAIT_S
 
 CLIENT = Path(__file__).parent.parent / "examples" / "grpc_client.py"
 
@@ -22,7 +23,7 @@ def test_the_stock_client_calls_a_duck_and_no_proxy(server):
             env={**environ, **proxies},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=WAIT_S,
         )
     assert done.returncode == 0, done.stderr
     assert "model f00d, layers [1, 2, 3]" in done.stdout

@@ -7,6 +7,7 @@ import sys
 import pytest
 from PIL import Image
 
+from tests.waiting import WAIT_S
 from vllm_duck.cli import main
 from vllm_duck.executor.duck import CallTimes
 from vllm_duck.models.overlap import LaneTimes, Stages, StepRecord
@@ -80,7 +81,7 @@ def test_the_command_traces_a_model(tiny_model, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=WAIT_S,
     )
     assert done.returncode == 0, done.stderr
     assert "olap pair=" in done.stdout

@@ -12,14 +12,13 @@ import pytest
 
 import vllm_duck
 from tests.executor.mini_model import make_mini_model, make_request
-from tests.executor.test_local import is_running, wait_until
+from tests.waiting import WAIT_S, is_running, wait_until
 from vllm_duck.cli import main, options
 from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.shards import ShardPlan
 
-WAIT_S = 120
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.executor.mini_model import make_info, make_request
 from tests.executor.wire_peers import BOTH_CLIENTS, NATIVE, calling, check_echo, echo
+from tests.waiting import WAIT_S
 from vllm_duck.errors import DuckProtocolError, DuckUnavailable
 from vllm_duck.executor import codec
 from vllm_duck.executor.bf16 import bf16_to_f32
@@ -72,7 +73,7 @@ def test_connections_that_a_server_ends_for_their_age_are_replaced(
         _echo_all,
         options=[
             ("grpc.max_connection_age_ms", 100),
-            ("grpc.max_connection_age_grace_ms", 100),
+            ("grpc.max_connection_age_grace_ms", int(1000 * WAIT_S)),
         ],
     )
     with calling(client, [endpoint]) as fan_out:
