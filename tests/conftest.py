@@ -1,8 +1,12 @@
 """Fixtures that every test may use."""
 
 import os
+import random
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests import failing_memory as failing_memory_library
@@ -18,6 +22,40 @@ BUNDLED_MODEL = Path(__file__).parent.parent / "models" / "tiny-v32"
 def tiny_model() -> Path:
     """The bundled checkpoint; VLLM_DUCK_TINY_MODEL names another of its kind."""
     return Path(os.environ.get("VLLM_DUCK_TINY_MODEL", BUNDLED_MODEL))
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[None]:
+    """For modules that start engines in this process: they end with the module."""
+    from benchmarks.engines import closing_engines
+
+    with closing_engines():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """A test draws the same numbers whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    # The executor's tests run where torch cannot: under a sanitizer.
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that end what their module shares come last in it, in random order too."""
+    place = {}
+    for at, item in enumerate(items):
+        place.setdefault(item.path, at)
+    items.sort(key=lambda i: (place[i.path], i.get_closest_marker("last") is not None))
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Beside the verdict, since -q leaves the header out."""
+    seed = config.getoption("randomly_seed", None)
+    if seed is not None:
+        terminalreporter.write_line(f"this order again: --randomly-seed={seed}")
 
 
 @pytest.fixture(scope="session")

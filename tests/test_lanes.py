@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.spec_decode.engines import ask, make_prompts, runner_of, start
+from tests.spec_decode.engines import ask, lanes_are, make_prompts, start, trunk_of
 from vllm_duck.models import lanes
 from vllm_duck.models.lanes import SLOWER, LanePolicy
 from vllm_duck.models.two_ways import NUM_TRIALS
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_model):
+def llm(engines, tiny_model):
     return start(tiny_model, speculates=True, max_num_batched_tokens=256, block_size=16)
 
 
@@ -23,7 +23,7 @@ def prompts(tiny_model):
 
 @pytest.fixture(scope="module")
 def trunk(llm):
-    return runner_of(llm).model.model
+    return trunk_of(llm)
 
 
 def _asked(llm, trunk, prompts, *, overlaps, **sampling):
@@ -33,15 +33,13 @@ def _asked(llm, trunk, prompts, *, overlaps, **sampling):
     def keep(module, arguments, hidden):
         seen.append(hidden.clone())
 
-    policy = trunk.lane_policy
-    trunk.lane_policy = LanePolicy(overlaps, times=None)
     llm.reset_prefix_cache()
     hook = trunk.register_forward_hook(keep)
     try:
-        return ask(llm, prompts, **sampling), seen
+        with lanes_are(overlaps, llm):
+            return ask(llm, prompts, **sampling), seen
     finally:
         hook.remove()
-        trunk.lane_policy = policy
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_where_lanes_are_slower_steps_stay_whole(llm, trunk, prompts, monkeypatc
     observe = trunk.lane_policy.times.observe
 
     def slower_lanes(num_rows, *, is_first, seconds):
-        observe(num_rows, is_first=is_first, seconds=seconds + 10 * is_first)
+        observe(num_rows, is_first=is_first, seconds=2.0 if is_first else 1.0)
 
     trunk.lane_policy.times.observe = slower_lanes
     before = trunk.meter.serial_steps.copy(), trunk.meter.total.num_steps
@@ -118,9 +116,7 @@ def test_the_sums_are_consistent(llm, trunk, prompts):
     before = trunk.meter.total
     _asked(llm, trunk, prompts, overlaps=True)
     step = trunk.meter.total - before
-    # What the host did and what it waited for fills the time of the pair, but for the
-    # schedule's own work.
-    accounted = step.s0_s + step.wait0_s + step.wait1_s
-    assert 0.5 * step.pair_s < accounted <= step.pair_s
-    assert step.s1_s > 0
+    # Of the time of the pair, the host works or waits; the rest is the schedule's own.
+    assert min(step.s0_s, step.wait0_s, step.wait1_s, step.s1_s) > 0
+    assert step.s0_s + step.wait0_s + step.wait1_s <= step.pair_s
     assert "ratio=" in str(step)

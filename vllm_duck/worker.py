@@ -49,7 +49,7 @@ class DuckWorker(CPUWorker):
         """Ducks first: a wrong duck is found before the host's weights load."""
         config = DuckConfig.of(self.vllm_config)
         # vLLM does not call shutdown() on every way out of its worker process.
-        atexit.register(self._stop_ducks)
+        atexit.register(self.stop_ducks)
         self.fleet = self._connect(config)
         super().load_model(**kwargs)
         self.model_runner.attach_ducks(self.fleet)
@@ -75,7 +75,16 @@ class DuckWorker(CPUWorker):
         # First: the runner drops the model that the figures are taken from.
         self._stop_figures()
         super().shutdown()
-        self._stop_ducks()
+        self.stop_ducks()
+
+    def stop_ducks(self) -> None:
+        """Let go of the ducks, and end those that this worker started."""
+        atexit.unregister(self.stop_ducks)
+        self._stop_figures()
+        if self.fleet is not None:
+            self.fleet.close()
+        if self.local_ducks is not None:
+            self.local_ducks.stop()
 
     def duck_figures(self) -> dict[str, Any]:
         """For `LLM.collective_rpc`: memory, what carries the calls, and each duck."""
@@ -144,10 +153,3 @@ class DuckWorker(CPUWorker):
     def _stop_figures(self) -> None:
         if self.figures_writer is not None:
             self.figures_writer.stop()
-
-    def _stop_ducks(self) -> None:
-        self._stop_figures()
-        if self.fleet is not None:
-            self.fleet.close()
-        if self.local_ducks is not None:
-            self.local_ducks.stop()
