@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 
@@ -99,13 +100,17 @@ def _end_engines() -> None:
     # Engines hide what they made at their start from the collector.
     gc.unfreeze()
     found = gc.get_objects()
-    for client in [each for each in found if type(each) is InprocClient]:
-        if hasattr(client, "engine_core"):
-            client.shutdown()
-    # Of a start that failed.
-    for worker in [each for each in found if type(each) is DuckWorker]:
-        worker.stop_ducks()
-    cleanup_dist_env_and_memory()
+    # Each would collect several times, and a million objects take their time.
+    with patch.object(gc, "collect"):
+        for client in [each for each in found if type(each) is InprocClient]:
+            if hasattr(client, "engine_core"):
+                client.shutdown()
+        # Of a start that failed.
+        for worker in [each for each in found if type(each) is DuckWorker]:
+            worker.stop_ducks()
+        cleanup_dist_env_and_memory()
+    del found
+    gc.collect()
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,9 @@ def test_a_failing_module_leaves_the_next_one_alone(tiny_model, tmp_path):
         timeout=WAIT_S,
     )
     assert "2 failed, 1 passed" in done.stdout, done.stdout
-    assert "test_second.py::test_that_passes" in done.stdout
-    assert "test_that_fails - assert <vllm" in done.stdout
-    assert "No available memory for the cache blocks" in done.stdout
+    for what in (
+        "test_second.py::test_that_passes",
+        "assert <vllm.entrypoints.llm.LLM object at",
+        "No available memory for the cache blocks",
+    ):
+        assert what in done.stdout

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 # A bound against hanging, not a measure: what is waited for must come.
-WAIT_S = 300.0
+WAIT_S = 900.0
 
 
 def wait_until(claim: Callable[[], object]) -> None:
