@@ -15,7 +15,6 @@ Invariants, pinned by tests:
 The order of additions is written down in csrc/kernel.h, the layout in csrc/layout.h.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
