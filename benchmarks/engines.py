@@ -1,15 +1,17 @@
 """Engines of both sides, each in a fresh process: vLLM keeps state in its process."""
 
+import gc
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 
@@ -73,6 +75,73 @@ def start_engine(
         **options,
     }
     return LLM(str(model_dir), **settings)
+
+
+@contextmanager
+def closing_engines() -> Iterator[None]:
+    """Ends the engines started in this process, and undoes what they did to it.
+
+    All at once: they share vLLM's process groups. Also one whose start failed, and one
+    that a traceback still knows: vLLM would end it when it is collected, and take the
+    groups away from the engine that runs by then.
+    """
+    with ExitStack() as undo:
+        undo.callback(_restore_process, _ProcessState.of_now())
+        undo.callback(_end_engines)
+        yield
+
+
+def _end_engines() -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.engine.core_client import InprocClient
+
+    from vllm_duck.worker import DuckWorker
+
+    # Engines hide what they made at their start from the collector.
+    gc.unfreeze()
+    found = gc.get_objects()
+    # Each would collect several times, and a million objects take their time.
+    with patch.object(gc, "collect"):
+        for client in [each for each in found if type(each) is InprocClient]:
+            if hasattr(client, "engine_core"):
+                client.shutdown()
+        # Of a start that failed.
+        for worker in [each for each in found if type(each) is DuckWorker]:
+            worker.stop_ducks()
+        cleanup_dist_env_and_memory()
+    del found
+    gc.collect()
+
+
+@dataclass(frozen=True)
+class _ProcessState:
+    """What vLLM changes for good."""
+
+    environ: dict[str, str]
+    cpus: set[int]
+    num_torch_threads: int
+    set_num_torch_threads: Callable[[int], None]
+
+    @classmethod
+    def of_now(cls) -> "_ProcessState":
+        import torch
+
+        return cls(
+            dict(os.environ),
+            os.sched_getaffinity(0),
+            torch.get_num_threads(),
+            torch.set_num_threads,
+        )
+
+
+def _restore_process(state: _ProcessState) -> None:
+    import torch
+
+    os.environ.clear()
+    os.environ.update(state.environ)
+    os.sched_setaffinity(0, state.cpus)
+    torch.set_num_threads = state.set_num_torch_threads
+    torch.set_num_threads(state.num_torch_threads)
 
 
 def duck_logits(

@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import end_with_parent, running, serve
-from vllm_duck.executor.duck import CallTimes, MoeRequest
-from vllm_duck.executor.fan_out import FanOut, PendingSum
-from vllm_duck.executor.process import (
+from vllm_duck.executor.cpus import (
     allowed_cpus,
     run_on_cpus,
     set_thread_cpus,
     thread_cpus,
 )
+from vllm_duck.executor.duck import CallTimes, MoeRequest
+from vllm_duck.executor.fan_out import FanOut, PendingSum
 
 _SERVICE, _METHOD = "echo", "Echo"
 
@@ -53,7 +53,9 @@ class _EchoedFanOut:
         self._ducks = ducks
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._channel = grpc.insecure_channel(endpoint)
+        self._channel = grpc.insecure_channel(
+            endpoint, options=[("grpc.enable_http_proxy", 0)]
+        )
         replies = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(
             iter(self._outbox.get, None)
         )

@@ -6,13 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_duck.executor.kernel import (
-    BLOCK,
-    LayerWeights,
-    MoeKernel,
-    physical_cores,
-    supported_isas,
-)
+from vllm_duck.executor.cpus import physical_cores
+from vllm_duck.executor.kernel import BLOCK, LayerWeights, MoeKernel, supported_isas
 
 HIDDEN = 7168
 TOPK = 8

@@ -20,17 +20,14 @@ from typing import Any
 
 from benchmarks.common import end_with_parent, running, serve
 from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.cpus import set_thread_cpus, thread_cpus
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
     DuckInfo,
     Shard,
 )
 from vllm_duck.executor.native_server import NativeDuckServer
-from vllm_duck.executor.process import (
-    resident_bytes,
-    set_thread_cpus,
-    thread_cpus,
-)
+from vllm_duck.executor.process import resident_bytes
 from vllm_duck.executor.security import ServerSecurity
 
 _PR_SET_TIMERSLACK = 29

@@ -19,9 +19,9 @@ import numpy as np
 
 from benchmarks.common import Result, main
 from benchmarks.raw_tcp import RawTcp, load
+from vllm_duck.executor.cpus import set_thread_cpus, thread_cpus
 from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.fleet import Fleet
-from vllm_duck.executor.process import set_thread_cpus, thread_cpus
 
 HIDDEN_SIZE = 7168
 NUM_TOPK = 8

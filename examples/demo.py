@@ -84,6 +84,7 @@ def print_figures(llm: LLM, num_tokens: int, decode_s: float) -> None:
     (steps,) = llm.collective_rpc("step_figures")
     print(f"lanes   {Overlap.from_figures(steps['overlap'])}")
     print(f"host    {figures['host_bytes'] / 1e6:,.0f} MB resident")
+    print(f"calls   by {figures['transport']}")
     for duck in figures["ducks"]:
         print(
             f"duck    {duck['resident_bytes'] / 1e6:,.0f} MB resident, "

@@ -6,7 +6,8 @@
 #
 # The wheel gets the manylinux tag of the oldest C library that it can run with, which
 # follows from the system it is built on. For old systems run this in a manylinux_2_28
-# container; no other step differs. Needs g++ and network for the build tools.
+# container; no other step differs. Needs g++ and network for the build tools. With the
+# native stream where nghttp2 can be had; the wheel then brings the library.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,6 +21,9 @@ mkdir "$work/source"
 git ls-files -co --exclude-standard -- setup.py pyproject.toml MANIFEST.in README.md \
   LICENSE CHANGELOG.md protos vllm_duck tests |
   tar -c -T - --ignore-failed-read | tar -x -C "$work/source"
+
+scripts/get_nghttp2.sh 2>"$work/log"
+export VLLM_DUCK_NGHTTP2=$PWD/build/nghttp2
 
 "${PYTHON:-python3}" -m venv "$work/venv"
 python=$work/venv/bin/python

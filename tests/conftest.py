@@ -1,9 +1,15 @@
 """Fixtures that every test may use."""
 
 import os
+import random
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from tests import failing_memory as failing_memory_library
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Nobody listens: tests must not wait for a usage report to fail.
@@ -18,6 +24,40 @@ def tiny_model() -> Path:
     return Path(os.environ.get("VLLM_DUCK_TINY_MODEL", BUNDLED_MODEL))
 
 
+@pytest.fixture(scope="module")
+def engines() -> Iterator[None]:
+    """For modules that start engines in this process: they end with the module."""
+    from benchmarks.engines import closing_engines
+
+    with closing_engines():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """A test draws the same numbers whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    # The executor's tests run where torch cannot: under a sanitizer.
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that end what their module shares come last in it, in random order too."""
+    place = {}
+    for at, item in enumerate(items):
+        place.setdefault(item.path, at)
+    items.sort(key=lambda i: (place[i.path], i.get_closest_marker("last") is not None))
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Beside the verdict, since -q leaves the header out."""
+    seed = config.getoption("randomly_seed", None)
+    if seed is not None:
+        terminalreporter.write_line(f"this order again: --randomly-seed={seed}")
+
+
 @pytest.fixture(scope="session")
 def tiny_v3_model(tiny_model, tmp_path_factory) -> Path:
     """The same weights as a dense DeepSeek-V3 in bf16, which stock vLLM serves."""
@@ -27,3 +67,25 @@ def tiny_v3_model(tiny_model, tmp_path_factory) -> Path:
 
     out_dir = tmp_path_factory.mktemp("tiny-v3")
     return write_dequantized(tiny_model, out_dir, torch.bfloat16, as_dense_v3=True)
+
+
+@pytest.fixture
+def hostile_directory(tmp_path) -> Path:
+    """A directory in whose files an import would run, if it were on a path.
+
+    A user's own queue.py beside the model, and a clone without its extensions.
+    """
+    directory = tmp_path / "hostile"
+    directory.mkdir()
+    for name in ("queue", "numpy", "socket", "logging", "json"):
+        code = f'open("{name}.executed", "w")\nraise SystemExit("{name}.py was run")\n'
+        (directory / f"{name}.py").write_text(code)
+    (directory / "vllm_duck").mkdir()
+    (directory / "vllm_duck" / "__init__.py").write_text('raise SystemExit("a clone")')
+    return directory
+
+
+@pytest.fixture(scope="session")
+def failing_memory(tmp_path_factory) -> Path:
+    """The library of tests/failing_memory.py, compiled."""
+    return failing_memory_library.build(tmp_path_factory.mktemp("failing-memory"))

@@ -1,11 +1,23 @@
 """DuckConfig: what it takes, what it refuses, and how it says so."""
 
+import ast
+import re
 import subprocess
 import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from vllm_duck.config import DuckConfig
+import vllm_duck
+from vllm_duck.config import (
+    HAND_OVER_KEY,
+    SETTINGS_KEY,
+    DuckConfig,
+    HandOver,
+    is_duck_engine,
+)
 from vllm_duck.errors import DuckConfigError
 
 
@@ -35,7 +47,8 @@ def test_settings_survive_a_round_trip():
         ({"endpoint": ["a:1"]}, r"unknown keys \['endpoint'\].*known keys.*endpoints"),
         ({"endpoints": "a:1"}, "endpoints must be a list of strings, got 'a:1'"),
         ({"endpoints": ["a:1", "a:1"]}, "each endpoint once"),
-        ({"endpoints": [""]}, "non-empty strings"),
+        ({"endpoints": [""]}, "must be host:port or unix:/path, got ''"),
+        ({"endpoints": ["a:1 b:2"]}, "must be host:port .*, got 'a:1 b:2'"),
         ({"local_ducks": 0}, "local_ducks must be >= 1, got 0"),
         ({"local_ducks": True}, "local_ducks must be an integer, got True"),
         ({"local_ducks": "2"}, "local_ducks must be an integer, got '2'"),
@@ -50,10 +63,15 @@ def test_settings_survive_a_round_trip():
         ({"deadline_s": "1"}, "deadline_s must be a number of seconds"),
         ({"reply_dtype": "fp8"}, "reply_dtype must be"),
         ({"transport": "tcp"}, "transport must be"),
-        ({"reply_dtype": 3}, "reply_dtype must be a string"),
-        ({"kv_dtype": "int4"}, "kv_dtype must be"),
+        ({"reply_dtype": 3}, 'reply_dtype must be "bf16" or "fp32", got 3'),
+        ({"token_file": 3}, "token_file must be a string, got 3"),
+        ({"local_threads": 1.5}, "local_threads must be an integer, got 1.5"),
+        ({"local_ducks": None}, "local_ducks must be an integer, got None"),
+        ({"endpoints": [1]}, "endpoints must be a list of strings"),
+        ({"kv_dtype": "bf16"}, "unknown keys .*kv_dtype is set by vLLM's --kv-cache-d"),
+        ({"num_drafts": 1}, "unknown keys .*num_drafts is set by .*--speculative-con"),
+        ({"figures_file": "/tmp/a"}, "unknown keys .*figures_file is set by vllm_duck"),
         ({"local_weight_format": "int2"}, 'must be "int8" or "int4", got .int2.'),
-        ({"num_drafts": -1}, "num_drafts must be >= 0, got -1"),
         ({"mtp_shadow": 1}, "mtp_shadow must be true or false, got 1"),
         ({"tls_cert": "a"}, "tls_cert and tls_key must be both or neither"),
         ([], r"must be a JSON object, got \[\]; \{\} takes every default"),
@@ -63,6 +81,38 @@ def test_settings_survive_a_round_trip():
 def test_wrong_settings_are_refused_with_the_knob(settings, message):
     with pytest.raises(DuckConfigError, match=message):
         DuckConfig.from_settings(settings, {})
+
+
+def test_a_record_checks_itself_however_it_is_made():
+    with pytest.raises(DuckConfigError, match="local_ducks must be an integer"):
+        DuckConfig(local_ducks="2")
+
+
+def test_what_the_processes_hand_over_is_no_setting():
+    settings = {field.name for field in fields(DuckConfig)}
+    assert settings.isdisjoint(field.name for field in fields(HandOver))
+    hand_over = HandOver(kv_dtype="bf16", figures_file="/tmp/figures")
+    config = SimpleNamespace(
+        additional_config={
+            SETTINGS_KEY: DuckConfig(local_ducks=3).to_settings(),
+            HAND_OVER_KEY: asdict(hand_over),
+        }
+    )
+    assert HandOver.of(config) == hand_over
+    assert DuckConfig.of(config) == DuckConfig(local_ducks=3)
+    assert is_duck_engine(config)
+    assert not is_duck_engine(SimpleNamespace(additional_config={"duck": {}}))
+
+
+def test_no_other_module_names_the_package_s_variables():
+    for path in Path(vllm_duck.__file__).parent.rglob("*.py"):
+        names = {
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        found = [name for name in names if re.fullmatch("VLLM_DUCK_[A-Z]+", name)]
+        assert not found or path.name == "config.py", (path, found)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The hooks: each target exists, none changes vLLM while duck is off."""
 
 import ast
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,10 +30,28 @@ def test_installing_twice_changes_nothing():
     assert EngineArgs.create_engine_config is first
 
 
-def test_another_vllm_version_is_refused(monkeypatch):
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    with pytest.raises(DuckError, match=r"needs vLLM 0.32.0, got 0.33.0"):
+@pytest.mark.parametrize(
+    "version", ["0.33.0", "0.32.1", "0.32.0rc1", "0.32.0.dev3+cpu", "0.32.0.post1"]
+)
+def test_another_vllm_version_is_refused(monkeypatch, version):
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(
+        DuckError, match=f"needs vLLM 0.32.0, got {re.escape(version)};"
+    ):
         hooks.install_hooks()
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.0+cu129"])
+def test_a_build_of_the_version_is_accepted(monkeypatch, version):
+    monkeypatch.setattr(vllm, "__version__", version)
+    hooks.install_hooks()
+
+
+def test_the_version_is_written_once():
+    root = PACKAGE.parent
+    for path in [*PACKAGE.rglob("*.py"), root / "setup.py"]:
+        if path != PACKAGE / "__init__.py":
+            assert f'"{vllm_duck.VLLM_VERSION}"' not in path.read_text(), path
 
 
 def test_a_moved_target_is_refused_by_name():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.spec_decode.engines import ask, make_prompts, runner_of, start
+from tests.spec_decode.engines import ask, lanes_are, make_prompts, runner_of, start
 from vllm_duck.spec_decode.lanes import split
 from vllm_duck.spec_decode.lanes.policy import SLOWER, LanePolicy
 from vllm_duck.spec_decode.two_ways import NUM_TRIALS
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_model):
+def llm(engines, tiny_model):
     return start(tiny_model, speculates=True, max_num_batched_tokens=256, block_size=16)
 
 
@@ -29,20 +29,18 @@ def lanes(llm):
 def _asked(llm, prompts, *, overlaps, **sampling):
     """The answers, and the trunk's hidden states of every step, in two schedules."""
     seen = []
-    lanes, trunk = runner_of(llm).lanes, runner_of(llm).model.model
+    trunk = runner_of(llm).model.model
 
     def keep(module, arguments, hidden):
         seen.append(hidden.clone())
 
-    policy = lanes.policy
-    lanes.policy = LanePolicy(overlaps, times=None)
     llm.reset_prefix_cache()
     hook = trunk.register_forward_hook(keep)
     try:
-        return ask(llm, prompts, **sampling), seen
+        with lanes_are(overlaps, llm):
+            return ask(llm, prompts, **sampling), seen
     finally:
         hook.remove()
-        lanes.policy = policy
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,7 @@ def test_where_lanes_are_slower_steps_stay_whole(llm, lanes, prompts, monkeypatc
     observe = lanes.policy.times.observe
 
     def slower_lanes(num_rows, *, is_first, seconds):
-        observe(num_rows, is_first=is_first, seconds=seconds + 10 * is_first)
+        observe(num_rows, is_first=is_first, seconds=2.0 if is_first else 1.0)
 
     lanes.policy.times.observe = slower_lanes
     before = lanes.meter.serial_steps.copy(), lanes.meter.total.num_steps
@@ -119,9 +117,7 @@ def test_the_sums_are_consistent(llm, lanes, prompts):
     before = lanes.meter.total
     _asked(llm, prompts, overlaps=True)
     step = lanes.meter.total - before
-    # What the host did and what it waited for fills the time of the pair, but for the
-    # schedule's own work.
-    accounted = step.s0_s + sum(step.wait_s)
-    assert 0.5 * step.pair_s < accounted <= step.pair_s
-    assert step.s1_s > 0
+    # Of the time of the pair, the host works or waits; the rest is the schedule's own.
+    assert min(step.s0_s, *step.wait_s, step.s1_s) > 0
+    assert step.s0_s + sum(step.wait_s) <= step.pair_s
     assert "ratio=" in str(step)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_model):
+def llm(engines, tiny_model):
     return start(tiny_model, speculates=True, block_size=16)
 
 

@@ -1,13 +1,13 @@
 """`vllm serve --speculative-config '{"method": "duck_mtp1"}'` by the OpenAI client."""
 
-import time
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
 from openai import OpenAI
 
-from tests.test_serve import Server, start_server
+from tests.vllm_server import Server, running_server
+from tests.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -25,10 +25,8 @@ def server(tiny_model, tmp_path_factory) -> Iterator[Server]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
-        running = start_server(tiny_model, log, *flags)
-    yield running
-    if running.process.poll() is None:
-        running.interrupt()
+        with running_server(tiny_model, log, *flags) as running:
+            yield running
 
 
 @pytest.fixture
@@ -69,18 +67,20 @@ def test_options_that_vllm_refuses_under_speculation_are_served(complete, option
 
 def test_the_metrics_count_drafts(server, complete):
     complete()
-    # The worker hands its figures over twice a second.
-    time.sleep(1.5)
-    with urllib.request.urlopen(f"{server.base_url}/metrics", timeout=20) as reply:
-        lines = reply.read().decode().splitlines()
+
+    def values_of(prefix):
+        with urllib.request.urlopen(
+            f"{server.base_url}/metrics", timeout=WAIT_S
+        ) as got:
+            lines = got.read().decode().splitlines()
+        return [float(line.split()[-1]) for line in lines if line.startswith(prefix)]
+
     for name in ("num_draft_tokens", "num_accepted_tokens_per_pos"):
-        prefix = f"vllm:spec_decode_{name}_total"
-        (line,) = [line for line in lines if line.startswith(prefix)]
-        assert float(line.split()[-1]) > 0
-    (line,) = [line for line in lines if line.startswith("vllm_duck:overlapped_steps")]
-    assert float(line.split()[-1]) > 0
-    calls = [line for line in lines if line.startswith("vllm_duck:duck_calls_total")]
-    assert len(calls) == 2
+        (value,) = values_of(f"vllm:spec_decode_{name}_total")
+        assert value > 0
+    # The worker hands its figures over twice a second. The first steps try lanes.
+    wait_until(lambda: values_of("vllm_duck:overlapped_steps_total") > [0])
+    assert len(values_of("vllm_duck:duck_calls_total")) == 2
 
 
 def test_the_log_has_the_lines_of_duck(server, complete):
@@ -91,10 +91,11 @@ def test_the_log_has_the_lines_of_duck(server, complete):
 
 
 def test_the_api_server_logs_what_lanes_bring(server, complete):
-    give_up_s = time.monotonic() + 60
-    while "olap pair=" not in server.log.read_text():
-        assert time.monotonic() < give_up_s
+    def is_logged():
         complete()
+        return "olap pair=" in server.log.read_text()
+
+    wait_until(is_logged)
 
 
 def test_a_request_s_own_acceptance_comes_with_its_answer(complete):

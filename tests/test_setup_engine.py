@@ -1,14 +1,18 @@
 """What duck sets in an engine, and what it refuses before anything loads."""
 
+import copy
 import json
+import os
 
+import huggingface_hub
 import pytest
+import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_duck import hooks, setup_engine
-from vllm_duck.config import DuckConfig
-from vllm_duck.errors import DuckConfigError
+from vllm_duck.config import DuckConfig, HandOver
+from vllm_duck.errors import DuckCheckpointError, DuckConfigError
 
 hooks.install_hooks()
 
@@ -20,10 +24,13 @@ def _clean_environment(monkeypatch):
     monkeypatch.delenv(setup_engine.RUNNER_VARIABLE)
 
 
-def make_args(model, duck=(), **changes):
+def make_args(model, duck=(), additional_config=(), **changes):
     additional = {} if duck is None else {"duck": {} if duck == () else duck}
     return EngineArgs(
-        model=str(model), max_model_len=512, additional_config=additional, **changes
+        model=str(model),
+        max_model_len=512,
+        additional_config={**additional, **dict(additional_config)},
+        **changes,
     )
 
 
@@ -32,7 +39,7 @@ def test_duck_sets_its_worker_loader_and_model(tiny_model):
     assert config.parallel_config.worker_cls == "vllm_duck.worker.DuckWorker"
     assert config.load_config.load_format == "duck"
     assert config.model_config._model_info.architecture == "DeepseekV32ForCausalLM"
-    assert DuckConfig.from_settings(config.additional_config["duck"], {})
+    assert DuckConfig.of(config) == DuckConfig()
     # Whatever the CPU: vLLM turns these off for MLA without AMX.
     assert config.scheduler_config.enable_chunked_prefill
     assert config.cache_config.enable_prefix_caching
@@ -49,11 +56,32 @@ def test_the_defaults_of_the_command_line_are_accepted(tiny_model):
     assert config.additional_config["duck"]["local_ducks"] == 3
 
 
-def test_configuring_twice_gives_the_same(tiny_model):
-    args = make_args(tiny_model, duck={"local_ducks": 3})
-    first = args.create_engine_config().additional_config
-    assert args.create_engine_config().additional_config == first
-    json.dumps(first)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kv_cache_dtype": "bfloat16"},
+        {"speculative_config": {"method": "duck_mtp1"}},
+        {"spec_method": "duck_mtp1"},
+        {"duck": {"mtp_shadow": True}},
+        {"served_model_name": "name"},
+    ],
+    ids=str,
+)
+def test_configuring_twice_gives_the_same(tiny_model, changes):
+    args = make_args(tiny_model, **changes)
+    before = copy.deepcopy(args)
+    first, second = args.create_engine_config(), args.create_engine_config()
+    assert args == before
+    json.dumps(first.additional_config)
+    assert DuckConfig.of(first) == DuckConfig.of(second)
+    assert HandOver.of(first).kv_dtype == HandOver.of(second).kv_dtype
+    for config in (first, second):
+        speculates = bool({"speculative_config", "spec_method", "duck"} & set(changes))
+        assert (config.speculative_config is not None) == speculates
+        assert config.model_config.served_model_name == changes.get(
+            "served_model_name", str(tiny_model)
+        )
 
 
 def test_endpoints_in_the_environment_turn_duck_on(tiny_model, monkeypatch):
@@ -69,7 +97,7 @@ def test_endpoints_in_the_environment_turn_duck_on(tiny_model, monkeypatch):
 )
 def test_kv_cache_dtype_chooses_the_format(tiny_model, kv_cache_dtype, expected):
     args = make_args(tiny_model, kv_cache_dtype=kv_cache_dtype)
-    assert args.create_engine_config().additional_config["duck"]["kv_dtype"] == expected
+    assert HandOver.of(args.create_engine_config()).kv_dtype == expected
 
 
 @pytest.mark.parametrize(
@@ -79,9 +107,9 @@ def test_kv_cache_dtype_chooses_the_format(tiny_model, kv_cache_dtype, expected)
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size to be 1, got 2"),
         ({"data_parallel_size": 2}, "--data-parallel-size to be 1, got 2"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel to be False"),
-        ({"enable_lora": True}, "--enable-lora to be False or None, got True"),
+        ({"enable_lora": True}, "--enable-lora to be False, got True: the ducks"),
         ({"enable_dbo": True}, "--enable-dbo to be False"),
-        ({"quantization": "awq"}, "--quantization to be None or 'fp8', got 'awq'"),
+        ({"quantization": "awq"}, "--quantization to be 'fp8', got 'awq'"),
         ({"load_format": "dummy"}, "--load-format to be 'auto'.*got 'dummy'"),
         ({"dtype": "float16"}, "--dtype to be 'auto' or 'bfloat16', got 'float16'"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype.*got 'fp8_e5m2'"),
@@ -90,14 +118,22 @@ def test_kv_cache_dtype_chooses_the_format(tiny_model, kv_cache_dtype, expected)
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 1}},
             "to name the method duck_mtp1, got {'method': 'ngram'",
         ),
-        ({"spec_method": "mtp"}, "got --spec-method 'mtp'; drop it"),
+        ({"spec_method": "mtp"}, "name the method duck_mtp1, got {'method': 'mtp'}"),
+        (
+            {"additional_config": {"duck_hand_over": {}}},
+            "must have no 'duck_hand_over'",
+        ),
+        (
+            {"model_class_overrides": {"DeepseekV32ForCausalLM": "a:B"}},
+            "own model class for DeepseekV32ForCausalLM, got 'a:B'",
+        ),
         (
             {"speculative_config": {"method": "duck_mtp1", "model": "draft"}},
             "takes no model, got 'draft'",
         ),
         (
             {"compilation_config": {"cudagraph_mode": "FULL"}},
-            "cudagraph_mode NONE or PIECEWISE, got FULL",
+            "cudagraph_mode of .* to be NONE or PIECEWISE, got FULL: full graphs",
         ),
     ],
 )
@@ -144,21 +180,30 @@ def test_the_method_turns_duck_on_and_sets_what_it_needs(tiny_model):
     assert speculative.draft_sample_method == "probabilistic"
     assert not config.scheduler_config.async_scheduling
     assert config.parallel_config.worker_cls == "vllm_duck.worker.DuckWorker"
-    duck = DuckConfig.from_settings(config.additional_config["duck"], {})
-    assert duck.num_drafts == 1
     assert setup_engine.is_duck_speculation(speculative)
-    # And a second time, as vLLM may.
-    again = args.create_engine_config()
-    assert again.additional_config == config.additional_config
 
 
-def test_the_command_line_takes_the_method(tiny_model):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--speculative-config", json.dumps(MTP1)],
+        ["--spec-method", "duck_mtp1"],
+        ["--spec-method=duck_mtp1", "--spec-tokens=1"],
+    ],
+)
+def test_the_command_line_takes_the_method(tiny_model, flags):
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    options = parser.parse_args(
-        ["--model", str(tiny_model), "--speculative-config", json.dumps(MTP1)]
-    )
+    options = parser.parse_args(["--model", str(tiny_model), *flags])
     config = AsyncEngineArgs.from_cli_args(options).create_engine_config()
-    assert config.additional_config["duck"]["num_drafts"] == 1
+    assert config.speculative_config.num_speculative_tokens == 1
+    assert config.parallel_config.worker_cls == "vllm_duck.worker.DuckWorker"
+
+
+def test_the_command_line_still_refuses_what_is_no_method(capsys):
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--spec-method", "duck_mtp9"])
+    assert "'mtp', " in capsys.readouterr().err
 
 
 def test_shadow_mode_loads_the_mtp_layer_without_the_method(tiny_model):
@@ -169,12 +214,6 @@ def test_shadow_mode_loads_the_mtp_layer_without_the_method(tiny_model):
 def test_duck_alone_does_not_speculate(tiny_model):
     config = make_args(tiny_model).create_engine_config()
     assert config.speculative_config is None
-    assert config.additional_config["duck"]["num_drafts"] == 0
-
-
-def test_drafts_are_asked_for_by_the_method_alone(tiny_model):
-    with pytest.raises(DuckConfigError, match="must come from --speculative-config"):
-        make_args(tiny_model, duck={"num_drafts": 1}).create_engine_config()
 
 
 def _copy_with(model_dir, out_dir, **changes):
@@ -236,3 +275,137 @@ def test_duck_off_after_duck_on_gives_the_stock_model_class(tiny_model):
     config = make_args(tiny_model, duck=None).create_engine_config()
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert model_class() == "vllm.models.deepseek_v32"
+
+
+def test_a_refusal_leaves_no_trace(tiny_model, tmp_path):
+    """By the arguments, by vLLM itself, and on the finished configuration."""
+    from vllm.model_executor.models import ModelRegistry
+
+    def trace():
+        model = ModelRegistry.models["DeepseekV32ForCausalLM"].module_name
+        return os.environ.get(setup_engine.RUNNER_VARIABLE), model
+
+    make_args(tiny_model, duck=None).create_engine_config()
+    before = trace()
+    for model, changes, message in (
+        (
+            tiny_model,
+            {"speculative_config": {"method": "ngram"}},
+            "the method duck_mtp1",
+        ),
+        (tiny_model, {"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype"),
+        (tiny_model, {"max_num_seqs": 0}, "max_num_seqs"),
+        (
+            _copy_with(tiny_model, tmp_path / "m", indexer_rope_interleave=True),
+            {},
+            "indexer_rope_interleave must be False, got True",
+        ),
+    ):
+        args = make_args(model, **changes)
+        given = copy.deepcopy(args)
+        with pytest.raises(ValueError, match=message):
+            args.create_engine_config()
+        assert trace() == before
+        assert args == given
+    assert before == (None, "vllm.models.deepseek_v32")
+
+
+def test_a_refusal_leaves_an_earlier_engine_with_ducks_alone(tiny_model):
+    make_args(tiny_model).create_engine_config()
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        make_args(tiny_model, max_num_seqs=0).create_engine_config()
+    assert os.environ[setup_engine.RUNNER_VARIABLE] == "0"
+    make_args(tiny_model, duck=None).create_engine_config()
+    assert setup_engine.RUNNER_VARIABLE not in os.environ
+
+
+def test_a_user_s_own_choice_of_the_runner_stays(tiny_model, monkeypatch):
+    monkeypatch.setenv(setup_engine.RUNNER_VARIABLE, "0")
+    make_args(tiny_model).create_engine_config()
+    make_args(tiny_model, duck=None).create_engine_config()
+    assert os.environ[setup_engine.RUNNER_VARIABLE] == "0"
+
+
+@pytest.fixture
+def _online(monkeypatch):
+    """Offline, EngineArgs themselves look the model up in the cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+
+@pytest.mark.usefixtures("_online")
+def test_a_hub_model_is_fetched_as_the_options_say(tiny_model, monkeypatch):
+    asked = {}
+
+    def snapshot_download(repo_id, **options):
+        asked.update(options, repo_id=repo_id)
+        return str(tiny_model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    args = make_args(
+        "some/model",
+        revision="r1",
+        download_dir="/models",
+        hf_token="secret",
+        ignore_patterns=["*.bin"],
+    )
+    resolved = setup_engine.resolve(DuckConfig(), args, {})
+    assert asked == {
+        "repo_id": "some/model",
+        "revision": "r1",
+        "cache_dir": "/models",
+        "token": "secret",
+        "ignore_patterns": ["*.bin"],
+    }
+    rewritten = setup_engine.rewrite(args, resolved)
+    assert rewritten.model == str(tiny_model)
+    assert rewritten.served_model_name == args.model == "some/model"
+    # None: the one in the model's directory.
+    assert rewritten.tokenizer is None
+    assert args.served_model_name is None
+
+
+@pytest.mark.usefixtures("_online")
+def test_another_revision_of_the_tokenizer_comes_from_the_hub(tiny_model, monkeypatch):
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *args, **options: str(tiny_model)
+    )
+    args = make_args("some/model", revision="r1", tokenizer_revision="r2")
+    resolved = setup_engine.resolve(DuckConfig(), args, {})
+    assert setup_engine.rewrite(args, resolved).tokenizer == "some/model"
+    args.tokenizer = "another/tokenizer"
+    assert setup_engine.rewrite(args, resolved).tokenizer == "another/tokenizer"
+
+
+@pytest.mark.parametrize("model", ["no/such-model", "s3://bucket/model", "/nowhere"])
+def test_a_model_that_cannot_be_had_is_refused(model, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        args = make_args(model)
+    with pytest.raises(
+        DuckConfigError, match=f"of the Hugging Face hub, got '{model}'"
+    ):
+        setup_engine.resolve(DuckConfig(), args, {})
+
+
+@pytest.mark.usefixtures("_online")
+def test_modelscope_is_refused(monkeypatch):
+    args = make_args("some/model")
+    monkeypatch.setattr(vllm.envs, "VLLM_USE_MODELSCOPE", True, raising=False)
+    with pytest.raises(DuckConfigError, match="fetch it and name its directory"):
+        setup_engine.resolve(DuckConfig(), args, {})
+
+
+def test_experts_that_no_duck_reads_are_refused_before_anything_loads(
+    tiny_model, tmp_path
+):
+    model = _copy_with(
+        tiny_model, tmp_path / "m", quantization_config={"quant_method": "awq"}
+    )
+    with pytest.raises(DuckCheckpointError, match="quantization_config says awq"):
+        make_args(model).create_engine_config()
+
+
+def test_a_model_without_experts_is_refused(tiny_model, tmp_path):
+    model = _copy_with(tiny_model, tmp_path / "m", first_k_dense_replace=4)
+    with pytest.raises(DuckConfigError, match="none of the 4 layers has them"):
+        make_args(model).create_engine_config()

@@ -1,15 +1,20 @@
 """Figures on their way from the worker to the log and to /metrics."""
 
+import threading
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_duck import stat_logger
+from vllm_duck.config import HAND_OVER_KEY, HandOver
 from vllm_duck.figures import FiguresFile, FiguresWriter, temporary_file
 from vllm_duck.spec_decode.lanes.times import Overlap
 from vllm_duck.stat_logger import DuckStatLogger
+from vllm_duck.worker import DuckWorker
 
 STEPS = {
     "overlap": {
@@ -40,7 +45,8 @@ def path():
 
 @pytest.fixture
 def duck_logger(path):
-    settings = {"duck": {"figures_file": path}}
+    hand_over = HandOver(kv_dtype="fp8", figures_file=str(path))
+    settings = {"duck": {}, HAND_OVER_KEY: asdict(hand_over)}
     before = set(REGISTRY._collector_to_names)
     yield DuckStatLogger(SimpleNamespace(additional_config=settings))
     for collector in set(REGISTRY._collector_to_names) - before:
@@ -101,6 +107,7 @@ def test_the_last_step_before_a_pause_is_written_too(path):
     _wait_for(lambda: FiguresFile(path).read() == {"num_steps": 100})
     # At most twice a second.
     assert len(collected) <= 2 + 2 * (time.monotonic() - begin_s)
+    writer.stop()
 
 
 def test_figures_that_cannot_be_written_do_not_end_the_engine(tmp_path, caplog):
@@ -109,8 +116,27 @@ def test_figures_that_cannot_be_written_do_not_end_the_engine(tmp_path, caplog):
     writer.step_done()
     _wait_for(lambda: "no figures" in caplog.text)
     writer.step_done()
+    writer.stop()
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert FiguresFile(path).read() is None
+
+
+def test_no_figures_are_collected_once_the_worker_shuts_down(path, monkeypatch):
+    worker, is_model_gone = object.__new__(DuckWorker), []
+
+    def collect():
+        assert not is_model_gone
+        return STEPS
+
+    def shut_down(self):
+        is_model_gone.append(True)
+        self.figures_writer.step_done()
+
+    monkeypatch.setattr(CPUWorker, "shutdown", shut_down)
+    worker.figures_writer = FiguresWriter(path, collect)
+    worker.figures_writer.step_done()
+    worker.shutdown()
+    assert "duck-figures" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_without_ducks_it_adds_nothing():

@@ -7,6 +7,7 @@ import sys
 import pytest
 from PIL import Image
 
+from tests.waiting import WAIT_S
 from vllm_duck.cli import main
 from vllm_duck.executor.duck import CallTimes
 from vllm_duck.spec_decode.lanes.times import LaneTimes, Stages, StepRecord
@@ -35,6 +36,16 @@ def test_a_span_is_of_a_kind_a_lane_and_a_layer():
     assert len(step) == 2 * 2 * 3
     (ducks,) = [s for s in step if s[:3] == ("ducks", 1, 4)]
     assert (ducks.begin_ns, ducks.end_ns) == (380 * US, 470 * US)
+
+
+def test_a_dense_layer_has_no_span_of_the_ducks():
+    record = _make_record()
+    for lane in record.lanes:
+        lane.stages[1] = lane.stages[1]._replace(call=None)
+    kinds = [(s.kind, s.layer_idx) for s in spans(record, first_layer_idx=3)]
+    assert ("host", 4) in kinds
+    assert ("ducks", 3) in kinds
+    assert ("ducks", 4) not in kinds
 
 
 def test_the_trace_has_a_track_for_each_side_of_each_lane():
@@ -70,7 +81,7 @@ def test_the_command_traces_a_model(tiny_model, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=WAIT_S,
     )
     assert done.returncode == 0, done.stderr
     assert "olap pair=" in done.stdout

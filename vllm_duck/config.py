@@ -1,17 +1,29 @@
-"""The settings of vllm_duck: one frozen record.
+"""The settings of vllm_duck, and what its processes tell each other at the start.
 
-It imports neither torch nor vLLM. Nothing else in the package reads environment
-variables or raw settings.
+The package's own environment variables are read here and nowhere else. Imports neither
+torch nor vLLM.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from vllm_duck.endpoints import check_endpoint, parse_endpoints
 from vllm_duck.errors import DuckConfigError
 
 ENDPOINTS_VARIABLE = "VLLM_DUCK_ENDPOINTS"
-KNOB = 'additional_config["duck"]'
+ISA_VARIABLE = "VLLM_DUCK_ISA"
+
+# Keys of vLLM's additional_config: the user's, and the package's own.
+SETTINGS_KEY = "duck"
+HAND_OVER_KEY = "duck_hand_over"
+KNOB = f'additional_config["{SETTINGS_KEY}"]'
+
+# Seconds a duck may take for one call. A 2048-row prefill chunk of the real model takes
+# seconds on a small CPU; a hang is longer.
+DEFAULT_DEADLINE_S = 60.0
 _DAY_S = 86400
 
 
@@ -39,9 +51,8 @@ class DuckConfig:
     # "int8" or "int4": local ducks hold the experts in fewer bits. None: as the
     # checkpoint has them. Ducks behind endpoints are started with --weight-format.
     local_weight_format: Literal["int8", "int4"] | None = None
-    # Seconds a duck may take for one call. A 2048-row prefill chunk of the real
-    # model takes seconds on a small CPU; a hang is longer.
-    deadline_s: float = 60.0
+    # Seconds a duck may take for one call.
+    deadline_s: float = DEFAULT_DEADLINE_S
     # Seconds to wait at the start for ducks that are not up yet, for example because
     # they still load; 0 refuses at once.
     connect_s: float = 0.0
@@ -51,9 +62,6 @@ class DuckConfig:
     # What carries the calls: "auto" takes the native stream where this build has it
     # and TLS is off, else grpcio; "native" and "grpcio" insist.
     transport: Literal["auto", "native", "grpcio"] = "auto"
-    # The dtype of the two KV caches. vLLM's own --kv-cache-dtype sets it: "bfloat16"
-    # gives bf16, everything else that duck accepts gives fp8.
-    kv_dtype: Literal["fp8", "bf16"] = "fp8"
     # PEM file of the authority that signed the ducks' certificates: turns TLS on.
     tls_ca: str | None = None
     # PEM files of the host's own certificate, for ducks that ask for one.
@@ -61,38 +69,24 @@ class DuckConfig:
     tls_key: str | None = None
     # File with the shared secret that ducks started with --token-file ask for.
     token_file: str | None = None
-    # Tokens that the MTP layer drafts each step. `--speculative-config
-    # '{"method": "duck_mtp1"}'` sets it; 0 is no speculation.
-    num_drafts: int = 0
-    # Where the worker writes figures for /metrics and the log of the API server, which
-    # chooses it.
-    figures_file: str | None = None
     # Run the MTP layer beside plain decoding and report how often it agrees.
     mtp_shadow: bool = False
 
     def __post_init__(self) -> None:
-        if any(not endpoint.strip() for endpoint in self.endpoints):
-            _refuse("endpoints", "non-empty strings", self.endpoints)
+        for key, hint in get_type_hints(type(self)).items():
+            _check_type(key, hint, getattr(self, key))
+        for endpoint in self.endpoints:
+            check_endpoint(endpoint)
         if len(set(self.endpoints)) != len(self.endpoints):
             _refuse("endpoints", "each endpoint once", self.endpoints)
         if self.local_ducks < 1:
             _refuse("local_ducks", ">= 1", self.local_ducks)
         if self.local_threads is not None and self.local_threads < 1:
             _refuse("local_threads", ">= 1", self.local_threads)
-        if self.local_weight_format not in (None, "int8", "int4"):
-            _refuse("local_weight_format", '"int8" or "int4"', self.local_weight_format)
         if not 0 < self.deadline_s <= _DAY_S:
             _refuse("deadline_s", f"> 0 and <= {_DAY_S}", self.deadline_s)
         if not 0 <= self.connect_s <= _DAY_S:
             _refuse("connect_s", f">= 0 and <= {_DAY_S}", self.connect_s)
-        if self.reply_dtype not in ("bf16", "fp32"):
-            _refuse("reply_dtype", '"bf16" or "fp32"', self.reply_dtype)
-        if self.transport not in ("auto", "native", "grpcio"):
-            _refuse("transport", '"auto", "native" or "grpcio"', self.transport)
-        if self.kv_dtype not in ("fp8", "bf16"):
-            _refuse("kv_dtype", '"fp8" or "bf16"', self.kv_dtype)
-        if self.num_drafts < 0:
-            _refuse("num_drafts", ">= 0", self.num_drafts)
         if (self.tls_cert is None) != (self.tls_key is None):
             _refuse("tls_cert and tls_key", "both or neither", self.tls_cert)
 
@@ -110,60 +104,107 @@ class DuckConfig:
                 f"{KNOB} must be a JSON object, got {settings!r}; {{}} takes every "
                 "default, and leaving the block out turns duck off"
             )
-        known = {field.name: field for field in fields(cls)}
-        unknown = sorted(set(settings) - set(known))
-        if unknown:
-            raise DuckConfigError(
-                f"{KNOB} has unknown keys {unknown}; known keys: {sorted(known)}"
-            )
-        values = {key: _checked(key, value) for key, value in settings.items()}
-        if "endpoints" not in values and environ.get(ENDPOINTS_VARIABLE):
-            parts = environ[ENDPOINTS_VARIABLE].split(",")
-            values["endpoints"] = tuple(part.strip() for part in parts)
+        _refuse_unknown(settings, [field.name for field in fields(cls)])
+        values = dict(settings)
+        if "endpoints" not in values:
+            values["endpoints"] = environment_endpoints(environ)
+        elif isinstance(values["endpoints"], list):
+            values["endpoints"] = tuple(values["endpoints"])
         return cls(**values)
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "DuckConfig":
+        """The settings of an engine with ducks, in any of its processes."""
+        return cls.from_settings(vllm_config.additional_config[SETTINGS_KEY], {})
 
     def to_settings(self) -> dict[str, Any]:
         """The JSON form: what the engine's processes hand to each other."""
         return {**asdict(self), "endpoints": list(self.endpoints)}
 
 
-_INTEGERS = ("local_ducks", "local_threads", "num_drafts")
-_BOOLEANS = ("mtp_shadow", "overlap", "draft_gate")
-_NUMBERS = ("deadline_s", "connect_s")
-_OPTIONAL = (
-    "local_threads",
-    "local_weight_format",
-    "tls_ca",
-    "tls_cert",
-    "tls_key",
-    "token_file",
-    "figures_file",
-)
+@dataclass(frozen=True)
+class HandOver:
+    """What the process that configures an engine tells those that run it."""
+
+    # The dtype of the two KV caches, by vLLM's --kv-cache-dtype.
+    kv_dtype: Literal["fp8", "bf16"]
+    # Where the worker writes figures for /metrics and the log of the API server.
+    figures_file: str
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "HandOver":
+        return cls(**vllm_config.additional_config[HAND_OVER_KEY])
 
 
-def _checked(key: str, value: Any) -> Any:
-    if value is None and key in _OPTIONAL:
-        return None
-    if key == "endpoints":
-        is_list = isinstance(value, list | tuple)
-        if not is_list or not all(isinstance(part, str) for part in value):
+def is_duck_engine(vllm_config: Any) -> bool:
+    """Whether `setup_engine` made this configuration."""
+    return HAND_OVER_KEY in (vllm_config.additional_config or {})
+
+
+def environment_endpoints(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What VLLM_DUCK_ENDPOINTS names; empty if it is not set.
+
+    Raises:
+        DuckConfigError: it is no list of endpoints.
+    """
+    return parse_endpoints(environ.get(ENDPOINTS_VARIABLE, ""))
+
+
+def environment_isa() -> str:
+    """The instruction set that VLLM_DUCK_ISA asks for; "" is the best there is."""
+    return os.environ.get(ISA_VARIABLE, "")
+
+
+# Keys that a user may look for here, and where they are set.
+_SET_ELSEWHERE = {
+    "kv_dtype": "vLLM's --kv-cache-dtype",
+    "num_drafts": "vLLM's --speculative-config",
+    "figures_file": "vllm_duck itself",
+}
+_EXPECTED = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number of seconds",
+    str: "a string",
+}
+
+
+def _refuse_unknown(settings: Mapping[str, Any], known: list[str]) -> None:
+    unknown = sorted(set(settings) - set(known))
+    if not unknown:
+        return
+    hints = [
+        f"; {key} is set by {_SET_ELSEWHERE[key]}"
+        for key in unknown
+        if key in _SET_ELSEWHERE
+    ]
+    raise DuckConfigError(
+        f"{KNOB} has unknown keys {unknown}; known keys: {sorted(known)}"
+        + "".join(hints)
+    )
+
+
+def _check_type(key: str, hint: Any, value: Any) -> None:
+    """hint: the field's annotation, one type or that type and None."""
+    is_union = get_origin(hint) in (Union, UnionType)
+    kinds = get_args(hint) if is_union else (hint,)
+    if value is None and NoneType in kinds:
+        return
+    kind = kinds[0]
+    if get_origin(kind) is tuple:
+        is_tuple = isinstance(value, tuple)
+        if not is_tuple or not all(isinstance(part, str) for part in value):
             _refuse(key, "a list of strings", value)
-        return tuple(value)
-    if key in _INTEGERS:
-        if isinstance(value, bool) or not isinstance(value, int):
-            _refuse(key, "an integer", value)
-    elif key in _NUMBERS:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            _refuse(key, "a number of seconds", value)
-    elif key in _BOOLEANS:
-        if not isinstance(value, bool):
-            _refuse(key, "true or false", value)
-    elif not isinstance(value, str):
-        _refuse(key, "a string", value)
-    return value
+    elif get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            _refuse(key, " or ".join(f'"{name}"' for name in get_args(kind)), value)
+    elif isinstance(value, bool) != (kind is bool) or not isinstance(
+        value, int | float if kind is float else kind
+    ):
+        _refuse(key, _EXPECTED[kind], value)
 
 
-def _refuse(key: str, expected: str, got: object) -> None:
+def _refuse(key: str, expected: str, got: object) -> NoReturn:
     raise DuckConfigError(
         f'duck.{key} must be {expected}, got {got!r}; set {KNOB}["{key}"]'
     )

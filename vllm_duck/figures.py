@@ -10,12 +10,11 @@ import logging
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_duck.executor.process import allowed_cpus, run_on_cpus
+from vllm_duck.executor.cpus import allowed_cpus, run_on_cpus
 from vllm_duck.executor.temporary import temporary_directory
 
 _INTERVAL_S = 0.5
@@ -52,7 +51,7 @@ class FiguresFile:
 
 
 class FiguresWriter:
-    """Writes what `collect` gives, after steps, at most twice a second.
+    """Writes what `collect` gives, after steps, at most twice a second, until stop().
 
     In a thread of its own, so that the last step before a pause is in the file too.
     """
@@ -61,16 +60,24 @@ class FiguresWriter:
         self._file = FiguresFile(path)
         self._collect = collect
         self._has_news = threading.Event()
-        thread = threading.Thread(target=self._run, name="duck-figures", daemon=True)
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="duck-figures", daemon=True
+        )
         # Not on the one cpu of the thread that computes.
-        run_on_cpus(thread.start, allowed_cpus())
+        run_on_cpus(self._thread.start, allowed_cpus())
 
     def step_done(self) -> None:
         self._has_news.set()
 
+    def stop(self) -> None:
+        """Collect no more: what the figures are made of may go now."""
+        self._is_stopped.set()
+        self._has_news.set()
+        self._thread.join()
+
     def _run(self) -> None:
-        while True:
-            self._has_news.wait()
+        while self._has_news.wait() and not self._is_stopped.is_set():
             self._has_news.clear()
             try:
                 self._file.write(self._collect())
@@ -80,4 +87,4 @@ class FiguresWriter:
                     "/metrics has no figures of the ducks from now on: %s", error
                 )
                 return
-            time.sleep(_INTERVAL_S)
+            self._is_stopped.wait(_INTERVAL_S)

@@ -1,9 +1,11 @@
-"""Every place where vllm_duck touches vLLM, and the vLLM version it was written for.
+"""What vllm_duck changes in vLLM itself, and the vLLM version it was written for.
 
-Three functions of vLLM are wrapped, and two names are swapped while a worker builds its
-model runner; all else goes through its public seams (entry
-point, `worker_cls`, `load_format`, `model_class_overrides`, `additional_config`).
-With duck off, the wrappers hand over to vLLM's own function and change nothing.
+Four functions of vLLM are wrapped, and two names are swapped while a worker builds its
+model runner. With duck off, the wrappers hand over to vLLM's own function and change
+nothing. The rest goes through its public seams (entry point, `worker_cls`,
+`load_format`, `model_class_overrides`, `additional_config`) and through classes of ours
+that override methods of vLLM's runner, proposer and worker, or read their state, both
+private ones too: worker.py and spec_decode/{runner,proposer,acceptance}.py.
 """
 
 import copy
@@ -15,10 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_duck import VLLM_VERSION
+from vllm_duck.config import is_duck_engine
 from vllm_duck.errors import DuckError
 
-VLLM_VERSION = "0.32.0"
 _TAG = "_duck_original"
+# Environment variables that were not set until an engine with ducks needed them.
+_chosen: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ def install_hooks() -> None:
     """
     import vllm
 
-    if not vllm.__version__.startswith(VLLM_VERSION):
+    if vllm.__version__.partition("+")[0] != VLLM_VERSION:
         raise DuckError(
             f"vllm_duck needs vLLM {VLLM_VERSION}, got {vllm.__version__}; install "
             f"vllm_duck[cpu] or vllm_duck[cuda], or see vllm_duck/hooks.py"
@@ -57,11 +62,12 @@ def install_hooks() -> None:
             continue
         wrapper = functools.wraps(function)(hook.make(function))
         setattr(wrapper, _TAG, function)
-        is_classmethod = isinstance(original, classmethod)
+        # As it was found: a method, a classmethod or a staticmethod.
+        is_bare = original is function
         setattr(
             hook.owner(),
             hook.attribute,
-            classmethod(wrapper) if is_classmethod else wrapper,
+            wrapper if is_bare else type(original)(wrapper),
         )
     _register_loader()
 
@@ -109,12 +115,45 @@ def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is None:
             _restore_stock(os.environ)
             return original(self, usage_context, headless)
-        setup_engine.apply(config, self, os.environ)
-        vllm_config = original(self, usage_context, headless)
-        setup_engine.check(vllm_config)
+        resolved = setup_engine.resolve(config, self, os.environ)
+        args = setup_engine.rewrite(self, resolved)
+        with _v1_runner(os.environ):
+            vllm_config = original(args, usage_context, headless)
+            setup_engine.check(vllm_config)
         return vllm_config
 
     return create_engine_config
+
+
+@contextmanager
+def _v1_runner(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Choose vLLM's V1 runner for this process and its children, unless all fails."""
+    from vllm_duck.setup_engine import RUNNER_VARIABLE
+
+    was_free = RUNNER_VARIABLE not in environ
+    if was_free:
+        environ[RUNNER_VARIABLE] = "0"
+        _chosen.add(RUNNER_VARIABLE)
+    try:
+        yield
+    except BaseException:
+        # Not where an engine with ducks was configured before, which needs all that.
+        if was_free:
+            _restore_stock(environ)
+        raise
+
+
+def _name_the_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_cli_args(parser: Any) -> Any:
+        from vllm_duck.spec_decode.method import METHOD
+
+        parser = original(parser)
+        for action in parser._actions:
+            if "--spec-method" in action.option_strings:
+                action.choices = [*(action.choices or ()), METHOD]
+        return parser
+
+    return add_cli_args
 
 
 def _keep_chunks_and_prefixes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +165,7 @@ def _keep_chunks_and_prefixes(original: Callable[..., Any]) -> Callable[..., Any
             cache.enable_prefix_caching,
         )
         original(cls, vllm_config)
-        if "duck" in (vllm_config.additional_config or {}):
+        if is_duck_engine(vllm_config):
             (
                 scheduler.enable_chunked_prefill,
                 scheduler.max_num_batched_tokens,
@@ -180,8 +219,10 @@ def _restore_stock(environ: MutableMapping[str, str]) -> None:
     from vllm.config import model as config_model
     from vllm.model_executor.models import registry
 
-    from vllm_duck.setup_engine import MODEL_CLASSES, RUNNER_VARIABLE
+    from vllm_duck.setup_engine import MODEL_CLASSES
 
+    while _chosen:
+        environ.pop(_chosen.pop(), None)
     registered = config_model._REGISTERED_MODEL_CLASS_OVERRIDES
     for architecture, model_class in MODEL_CLASSES.items():
         if (architecture, model_class) not in registered:
@@ -191,13 +232,12 @@ def _restore_stock(environ: MutableMapping[str, str]) -> None:
         registry.ModelRegistry.register_model(
             architecture, f"{registry._resolve_module_name(module)}:{name}"
         )
-        environ.pop(RUNNER_VARIABLE, None)
 
 
 def _register_loader() -> None:
     from vllm.model_executor import model_loader
 
-    from vllm_duck.setup_engine import LOAD_FORMAT
+    from vllm_duck.limits import LOAD_FORMAT
 
     if LOAD_FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
         from vllm_duck.models.loader import DuckModelLoader
@@ -214,6 +254,15 @@ HOOKS = (
         remove_when="vLLM lets a plugin edit EngineArgs before they are used",
         owner=_engine_args,
         make=_configure_duck,
+    ),
+    Hook(
+        target="vllm.engine.arg_utils.EngineArgs.add_cli_args",
+        parameters=("parser",),
+        why="--spec-method takes vLLM's own methods alone: with duck_mtp1 among its "
+        "choices, the short form does what --speculative-config does",
+        remove_when="vLLM lets a plugin name a speculative method",
+        owner=_engine_args,
+        make=_name_the_method,
     ),
     Hook(
         target="vllm.platforms.current_platform.check_and_update_config",

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_duck.config import DuckConfig
+from vllm_duck.config import HandOver, is_duck_engine
 from vllm_duck.figures import FiguresFile
 from vllm_duck.spec_decode.lanes.times import Overlap
 
@@ -36,11 +36,10 @@ _DUCK_TIMES = (
 
 class DuckStatLogger(StatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
-        settings = (vllm_config.additional_config or {}).get("duck", {})
-        path = DuckConfig.from_settings(settings, {}).figures_file
-        self._file = None if path is None else FiguresFile(path)
+        self._file: FiguresFile | None = None
         self._logged = Overlap()
-        if self._file is not None:
+        if is_duck_engine(vllm_config):
+            self._file = FiguresFile(HandOver.of(vllm_config).figures_file)
             REGISTRY.register(_Collector(self._file))
 
     def record(self, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_duck.config import DuckConfig
+from vllm_duck.config import DuckConfig, HandOver
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.local import LocalDucks
@@ -49,16 +49,14 @@ class DuckWorker(CPUWorker):
 
     def load_model(self, **kwargs: Any) -> None:
         """Ducks first: a wrong duck is found before the host's weights load."""
-        config = DuckConfig.from_settings(
-            self.vllm_config.additional_config["duck"], {}
-        )
+        config = DuckConfig.of(self.vllm_config)
         # vLLM does not call shutdown() on every way out of its worker process.
-        atexit.register(self._stop_ducks)
+        atexit.register(self.stop_ducks)
         self.fleet = self._connect(config)
         super().load_model(**kwargs)
         self.model_runner.attach_ducks(self.fleet)
-        if config.figures_file is not None:
-            self.figures_writer = FiguresWriter(config.figures_file, self.step_figures)
+        figures_file = HandOver.of(self.vllm_config).figures_file
+        self.figures_writer = FiguresWriter(figures_file, self.step_figures)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The last call of a step."""
@@ -76,11 +74,22 @@ class DuckWorker(CPUWorker):
         }
 
     def shutdown(self) -> None:
+        # First: the runner drops the model that the figures are taken from.
+        self._stop_figures()
         super().shutdown()
-        self._stop_ducks()
+        self.stop_ducks()
+
+    def stop_ducks(self) -> None:
+        """Let go of the ducks, and end those that this worker started."""
+        atexit.unregister(self.stop_ducks)
+        self._stop_figures()
+        if self.fleet is not None:
+            self.fleet.close()
+        if self.local_ducks is not None:
+            self.local_ducks.stop()
 
     def duck_figures(self) -> dict[str, Any]:
-        """For `LLM.collective_rpc`: memory of the host, and figures of each duck."""
+        """For `LLM.collective_rpc`: memory, what carries the calls, and each duck."""
         assert self.fleet is not None
         infos = self.fleet.describe()
         ducks = [
@@ -97,6 +106,7 @@ class DuckWorker(CPUWorker):
         ]
         return {
             "host_bytes": resident_bytes(),
+            "transport": self.fleet.transport,
             "ducks": [asdict(duck) for duck in ducks],
         }
 
@@ -142,8 +152,6 @@ class DuckWorker(CPUWorker):
         )
         return fleet
 
-    def _stop_ducks(self) -> None:
-        if self.fleet is not None:
-            self.fleet.close()
-        if self.local_ducks is not None:
-            self.local_ducks.stop()
+    def _stop_figures(self) -> None:
+        if self.figures_writer is not None:
+            self.figures_writer.stop()

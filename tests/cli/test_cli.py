@@ -12,14 +12,13 @@ import pytest
 
 import vllm_duck
 from tests.executor.mini_model import make_mini_model, make_request
-from tests.executor.test_local import is_running, wait_until
+from tests.waiting import WAIT_S, is_running, wait_until
 from vllm_duck.cli import main, options
 from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.shards import ShardPlan
 
-WAIT_S = 120
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -173,6 +172,39 @@ def test_up_listens_where_it_is_told_with_a_token(model_dir, tmp_path):
         assert main(["status", endpoint, f"--token-file={token_file}"]) == 0
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 0
+
+
+def test_the_line_of_up_can_be_pasted_whatever_the_directory_is_called(
+    model_dir, tmp_path
+):
+    directory = tmp_path / "it's 100% $HOME"
+    with _running("up", model_dir, f"--listen-dir={directory}") as process:
+        line = process.stdout.readline().strip()
+        told = subprocess.run(
+            ["sh", "-c", f"{line} printenv VLLM_DUCK_ENDPOINTS"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        assert told == f"unix:{directory}/duck0,unix:{directory}/duck1"
+        assert main(["status", *told.split(",")]) == 0
+        with Fleet.connect(told.split(",")) as fleet:
+            fleet.start(make_request()).result()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--listen-dir=/tmp/a,b"], "no comma, since commas separate the endpoints"),
+        (["--listen-dir=/" + "x" * 110], "at most 107 bytes, got 117"),
+        (["--first-port=65535"], "must be host:port .*, got '127.0.0.1:65536'"),
+        (["--first-port=7100", "--host=a b"], "must be host:port .*, got 'a b:7100'"),
+    ],
+)
+def test_up_refuses_an_endpoint_before_it_loads(model_dir, capsys, arguments, match):
+    assert re.search(match, _fails(capsys, "up", model_dir, "--ducks=2", *arguments))
 
 
 def test_up_says_why_a_duck_cannot_start(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.executor.mini_model import MiniModel, make_mini_model
+from tests.waiting import WAIT_S
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.client import GrpcDuck
 from vllm_duck.executor.kernel import MoeKernel, supported_isas
@@ -33,7 +34,7 @@ def connect():
     ducks = []
 
     def open_duck(endpoint, **options):
-        options.setdefault("deadline_s", 30.0)
+        options.setdefault("deadline_s", WAIT_S)
         duck = GrpcDuck(endpoint, **options)
         ducks.append(duck)
         return duck

@@ -7,7 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from vllm_duck.executor.bf16 import bf16_to_f32, f32_to_bf16
-from vllm_duck.executor.duck import DuckInfo, ModelSummary, MoeRequest, Shard
+from vllm_duck.executor.duck import (
+    PROTOCOL_VERSION,
+    DuckInfo,
+    ModelSummary,
+    MoeRequest,
+    Shard,
+)
 
 HIDDEN_SIZE = 32
 NUM_COLUMNS = 160
@@ -137,7 +143,7 @@ def make_request(
 
 def make_info(shard: Shard = WHOLE, **changes: object) -> DuckInfo:
     fields = {
-        "protocol_version": 1,
+        "protocol_version": PROTOCOL_VERSION,
         "model_fingerprint": "f00d",
         "layer_ids": LAYER_IDS,
         "shard": shard,

@@ -1,11 +1,19 @@
 """What a checkpoint is read to be, and what is said of a damaged one."""
 
 import json
+import os
 
 import pytest
 
-from tests.executor.mini_model import CONFIG, FP8, LAYER_IDS, expert_name
+from tests.executor.mini_model import (
+    CONFIG,
+    FP8,
+    LAYER_IDS,
+    expert_name,
+    make_mini_model,
+)
 from vllm_duck.errors import DuckCheckpointError
+from vllm_duck.executor import fingerprint
 from vllm_duck.executor.checkpoint import Checkpoint
 
 NAME = expert_name(2, 1, "up")
@@ -30,6 +38,12 @@ def test_an_mtp_layer_that_the_checkpoint_lacks_does_not_count(tmp_path, bf16_mo
 def test_layers_follow_moe_layer_freq(tmp_path, bf16_model):
     bf16_model.config.update(num_hidden_layers=8, moe_layer_freq=3)
     assert Checkpoint(bf16_model.write(tmp_path)).moe_layer_ids == (3, 6)
+
+
+@pytest.mark.parametrize(("step", "expected"), [(1, (1, 2, 3)), (2, (2,))])
+def test_the_mtp_layer_follows_moe_layer_freq_too(tmp_path, bf16_model, step, expected):
+    bf16_model.config["moe_layer_freq"] = step
+    assert Checkpoint(bf16_model.write(tmp_path)).moe_layer_ids == expected
 
 
 def test_block_fp8_is_recognised(tmp_path, bf16_model):
@@ -62,6 +76,57 @@ def test_the_fingerprint_sees_config_and_names(tmp_path, bf16_model):
     del bf16_model.tensors[NAME]
     changed_names = Checkpoint(bf16_model.write(tmp_path)).fingerprint
     assert len({before, changed_config, changed_names}) == 3
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "e4m3-block128"])
+def test_the_fingerprint_tells_two_trainings_of_one_model_apart(
+    tmp_path, weight_format
+):
+    one, other = (
+        Checkpoint(make_mini_model(weight_format, seed).write(tmp_path / str(seed)))
+        for seed in range(2)
+    )
+    assert one.config == other.config
+    assert one.tensor_names == other.tensor_names
+    assert one.fingerprint != other.fingerprint
+
+
+def test_the_fingerprint_sees_type_and_shape(tmp_path, bf16_model):
+    before = Checkpoint(bf16_model.write(tmp_path)).fingerprint
+    name = "model.layers.3.enorm.weight"
+    bits = bf16_model.tensors[name][1]
+    bf16_model.tensors[name] = ("F16", bits)
+    other_type = Checkpoint(bf16_model.write(tmp_path)).fingerprint
+    bf16_model.tensors[name] = ("BF16", bits.reshape(2, 2))
+    other_shape = Checkpoint(bf16_model.write(tmp_path)).fingerprint
+    assert len({before, other_type, other_shape}) == 3
+
+
+def test_the_fingerprint_of_many_tensors_reads_some_of_each_layer(
+    tmp_path, bf16_model, monkeypatch
+):
+    """Its cost does not grow with the model."""
+    monkeypatch.setattr(fingerprint, "_MAX_TENSORS", 6)
+    reads = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *args: reads.append(args) or pread(*args))
+    before = Checkpoint(bf16_model.write(tmp_path)).fingerprint
+    assert len(reads) == 6
+    assert all(size <= 4096 for _, size, _ in reads)
+    for layer_idx in LAYER_IDS:
+        changed = make_mini_model()
+        for name, (_, bits) in changed.tensors.items():
+            if f"layers.{layer_idx}.mlp" in name:
+                bits ^= 1
+        assert Checkpoint(changed.write(tmp_path)).fingerprint != before
+
+
+def test_the_fingerprint_of_a_truncated_checkpoint_is_an_error(tmp_path, bf16_model):
+    directory = bf16_model.write(tmp_path)
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DuckCheckpointError, match="is truncated"):
+        _ = Checkpoint(directory).fingerprint
 
 
 @pytest.mark.parametrize("num_files", [None, 3])

@@ -196,7 +196,7 @@ def test_without_a_host_model_the_first_duck_is_the_measure():
 
 def test_a_duck_of_another_protocol_version_is_refused_with_both():
     infos = [make_info(HALVES[0]), make_info(HALVES[1], protocol_version=99)]
-    match = "duck duck1 speaks protocol version 99, this host 1; install the same"
+    match = "duck duck1 speaks protocol version 99, this host 2; install the same"
     with pytest.raises(DuckProtocolError, match=match):
         Fleet(_ducks(*infos)).check(make_summary())
 

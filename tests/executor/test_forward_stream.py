@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from tests.executor.mini_model import make_request
+from tests.waiting import WAIT_S
 from vllm_duck.errors import DuckProtocolError
 from vllm_duck.executor.codec import ReplyStatus, decode_reply, encode_request
 from vllm_duck.executor.forward_stream import (
@@ -12,8 +13,6 @@ from vllm_duck.executor.forward_stream import (
     ForwardStream,
     Kernel,
 )
-
-WAIT_S = 120
 
 
 def _messages(count):

@@ -9,9 +9,10 @@ from tests.executor.moe_reference import (
     make_shard,
     reference_f64,
 )
+from vllm_duck.config import ISA_VARIABLE
 from vllm_duck.errors import DuckCheckpointError, DuckConfigError, DuckShapeError
 from vllm_duck.executor import kernel as kernel_module
-from vllm_duck.executor.kernel import ISA_ENV, ISAS, LayerWeights, MoeKernel
+from vllm_duck.executor.kernel import ISAS, LayerWeights, MoeKernel
 
 WEIGHTS = ("gate", "up", "down")
 SCALES = ("gate_scale", "up_scale", "down_scale")
@@ -218,12 +219,12 @@ def test_an_isa_that_this_cpu_lacks_is_an_error(monkeypatch):
 
 
 def test_the_environment_chooses_the_isa(monkeypatch):
-    monkeypatch.setenv(ISA_ENV, "portable")
+    monkeypatch.setenv(ISA_VARIABLE, "portable")
     assert MoeKernel(num_threads=1).isa == "portable"
-    monkeypatch.setenv(ISA_ENV, "nonsense")
-    with pytest.raises(DuckConfigError, match=ISA_ENV):
+    monkeypatch.setenv(ISA_VARIABLE, "nonsense")
+    with pytest.raises(DuckConfigError, match=ISA_VARIABLE):
         MoeKernel(num_threads=1)
-    monkeypatch.setenv(ISA_ENV, "")
+    monkeypatch.setenv(ISA_VARIABLE, "")
     assert MoeKernel(num_threads=1).isa in ISAS
 
 

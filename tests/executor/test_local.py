@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.executor.mini_model import make_request
+from tests.waiting import WAIT_S, is_running, wait_until
 from vllm_duck.errors import (
     DuckCheckpointError,
     DuckConfigError,
@@ -28,24 +28,6 @@ from vllm_duck.executor.local import LocalDucks
 from vllm_duck.executor.shard_moe import ShardMoe
 from vllm_duck.executor.shards import ShardPlan
 from vllm_duck.executor.split_writer import split_checkpoint
-
-WAIT_S = 120.0
-
-
-def wait_until(claim):
-    deadline_s = time.monotonic() + WAIT_S
-    while not claim():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.02)
-
-
-def is_running(pid):
-    try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        )
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_local_ducks_compute_the_sum_and_end_with_the_block(tmp_path, any_model):
@@ -118,10 +100,24 @@ def test_a_duck_that_dies_is_named_and_its_calls_fail(bf16_checkpoint):
             fleet.start(make_request()).result()
 
 
+def _connect_with_a_short_deadline(endpoints):
+    fleets = []
+
+    def is_connected():
+        try:
+            fleets.append(Fleet.connect(endpoints, deadline_s=2))
+        except DuckTimeout:  # a slow machine
+            return False
+        return True
+
+    wait_until(is_connected)
+    return fleets[0]
+
+
 def test_a_duck_that_hangs_is_a_timeout_with_its_name(bf16_checkpoint):
     with (
         LocalDucks.start(bf16_checkpoint.model_dir, num_ducks=2) as ducks,
-        Fleet.connect(ducks.endpoints, deadline_s=2) as fleet,
+        _connect_with_a_short_deadline(ducks.endpoints) as fleet,
     ):
         os.kill(ducks.pids[1], signal.SIGSTOP)
         # It may run on for a moment, and a moment is enough to answer.
@@ -173,6 +169,18 @@ def test_ducks_shed_what_vllm_does_to_its_worker(bf16_checkpoint, monkeypatch):
         assert name not in environment
 
 
+def test_ducks_import_nothing_from_the_working_directory(
+    bf16_checkpoint, hostile_directory, monkeypatch
+):
+    monkeypatch.chdir(hostile_directory)
+    with (
+        LocalDucks.start(bf16_checkpoint.model_dir, num_ducks=1) as ducks,
+        Fleet.connect(ducks.endpoints) as fleet,
+    ):
+        fleet.start(make_request()).result()
+    assert not list(hostile_directory.glob("*.executed"))
+
+
 def test_stop_may_be_called_twice(bf16_checkpoint):
     ducks = LocalDucks.start(bf16_checkpoint.model_dir, num_ducks=1)
     ducks.stop()
@@ -209,5 +217,8 @@ def test_a_socket_path_that_is_too_long_is_refused_with_the_knob(
     long_directory = tmp_path / ("x" * 100)
     long_directory.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long_directory))
-    with pytest.raises(DuckConfigError, match="set TMPDIR to a shorter directory"):
+    with pytest.raises(
+        DuckConfigError,
+        match="at most 107 bytes, got .* shorter directory with .* TMPDIR",
+    ):
         LocalDucks.start(bf16_checkpoint.model_dir)

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.executor.meddler import Meddler
 from tests.executor.mini_model import make_request
 from tests.executor.wire_peers import calling, needs_native, serving
+from tests.waiting import WAIT_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
 from vllm_duck.executor import codec, duck_pb2, duck_pb2_grpc
 from vllm_duck.executor.client import GrpcDuck
@@ -42,7 +43,9 @@ def _message(seed=0, rows=1, hidden_size=32):
 
 
 def _forward(channel, messages, **options):
-    return channel.stream_stream(FORWARD_METHOD)(iter(messages), timeout=30, **options)
+    return channel.stream_stream(FORWARD_METHOD)(
+        iter(messages), timeout=WAIT_S, **options
+    )
 
 
 def _status_of(call):
@@ -56,10 +59,10 @@ def test_the_generated_stub_is_served(channel):
     wire = duck_pb2.ForwardRequest.FromString(_message(rows=3))
     wire.ClearField("checksum")
     stub = duck_pb2_grpc.DuckStub(channel)
-    (reply,) = stub.Forward(iter([wire]), timeout=30)
+    (reply,) = stub.Forward(iter([wire]), timeout=WAIT_S)
     assert (reply.request_id, reply.status) == (7, duck_pb2.STATUS_OK)
     assert reply.partial == request.hidden.tobytes()
-    assert stub.Describe(duck_pb2.DescribeRequest(), timeout=30).isa == "portable"
+    assert stub.Describe(duck_pb2.DescribeRequest(), timeout=WAIT_S).isa == "portable"
 
 
 def test_a_stream_that_its_client_ends_ends_with_ok_after_all_replies(channel):
@@ -71,16 +74,16 @@ def test_health_answers_for_the_duck_and_knows_no_other_service(channel):
     stub = health_pb2_grpc.HealthStub(channel)
     for service in ("", SERVICE):
         request = health_pb2.HealthCheckRequest(service=service)
-        reply = stub.Check(request, timeout=30)
+        reply = stub.Check(request, timeout=WAIT_S)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
     with pytest.raises(grpc.RpcError) as caught:
-        stub.Check(health_pb2.HealthCheckRequest(service="cat"), timeout=30)
+        stub.Check(health_pb2.HealthCheckRequest(service="cat"), timeout=WAIT_S)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_who_watches_health_is_told_that_the_duck_stops(server, channel):
     stub = health_pb2_grpc.HealthStub(channel)
-    watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=30)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=WAIT_S)
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
     stopper = threading.Thread(target=server.stop, args=(5,))
     stopper.start()
@@ -94,7 +97,7 @@ def test_reflection_lists_and_describes_the_service(channel):
         reflection_pb2.ServerReflectionRequest(list_services=""),
         reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
     ]
-    names, file = stub.ServerReflectionInfo(iter(requests), timeout=30)
+    names, file = stub.ServerReflectionInfo(iter(requests), timeout=WAIT_S)
     services = {service.name for service in names.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= services
     assert b"ForwardRequest" in file.file_descriptor_response.file_descriptor_proto[0]
@@ -103,7 +106,7 @@ def test_reflection_lists_and_describes_the_service(channel):
 def test_a_method_that_is_not_there_is_unimplemented(channel):
     call = channel.unary_unary(f"/{SERVICE}/Quack")
     with pytest.raises(grpc.RpcError) as caught:
-        call(b"", timeout=30)
+        call(b"", timeout=WAIT_S)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -143,7 +146,7 @@ def test_a_request_that_does_not_fit_itself_is_refused_as_by_grpcio(
     for name, value in changes.items():
         setattr(wire, name, value)
     stub = duck_pb2_grpc.DuckStub(channel)
-    (reply,) = stub.Forward(iter([wire]), timeout=30)
+    (reply,) = stub.Forward(iter([wire]), timeout=WAIT_S)
     assert (reply.request_id, reply.status) == (7, duck_pb2.STATUS_INVALID_REQUEST)
     assert match in reply.error
     assert reply.HasField("checksum")
@@ -174,7 +177,7 @@ def test_a_call_that_its_client_gives_up_leaves_the_duck_well(channel):
 
     def messages():
         yield _message()
-        hold.wait(30)
+        hold.wait(WAIT_S)
 
     for _ in range(20):
         call = _forward(channel, messages())
@@ -188,7 +191,7 @@ def test_a_stock_client_with_a_deadline_gets_it(channel):
     hold = threading.Event()
 
     def messages():
-        hold.wait(30)
+        hold.wait(WAIT_S)
         yield b""
 
     call = channel.stream_stream(FORWARD_METHOD)(messages(), timeout=0.2)
@@ -201,7 +204,7 @@ def test_calls_beyond_64_are_refused_and_the_others_go_on(server, channel):
 
     def messages():
         yield _message()
-        hold.wait(30)
+        hold.wait(WAIT_S)
 
     calls = [_forward(channel, messages()) for _ in range(64)]
     for call in calls:
@@ -238,7 +241,7 @@ def test_raw_garbage_on_the_port_does_not_disturb_the_duck(server, channel):
     http2_preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     for prefix in (b"", b"GET / HTTP/1.1\r\n\r\n", http2_preface):
         for _ in range(20):
-            with socket.create_connection((host, int(port)), timeout=30) as raw:
+            with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
                 raw.sendall(prefix + rng.bytes(200))
     assert len(list(_forward(channel, [_message()]))) == 1
 

@@ -3,13 +3,13 @@
 import contextlib
 import socket
 import threading
-import time
 
 import pytest
 
 from tests.executor.meddler import Meddler
 from tests.executor.mini_model import make_request
 from tests.executor.wire_peers import calling, needs_native, serving
+from tests.waiting import WAIT_S, wait_until
 from vllm_duck.errors import DuckUnavailable
 
 pytestmark = needs_native
@@ -68,19 +68,30 @@ def _connected(endpoint):
 
 def _stop_with_unread_replies(server, meddler, fan_out):
     """Has the duck drain 20 requests whose replies the host cannot read yet."""
+    sent = bytearray()
+    meddler.to_duck = lambda chunk, before: sent.extend(chunk) or chunk
     fan_out.start(make_request()).result()
     meddler.passes_to_host.clear()
-    before = meddler.num_passed["duck"]
+    before = _data_bytes(sent)
     requests = [make_request(1, hidden_size=7168, seed=seed) for seed in range(20)]
     pendings = [fan_out.start(request) for request in requests]
-    passed = -1
-    # Above the bytes of the hidden rows: until nothing more comes.
-    while passed < before + 20 * 2 * 7168 or passed < meddler.num_passed["duck"]:
-        passed = meddler.num_passed["duck"]
-        time.sleep(0.1)
-    stopper = threading.Thread(target=server.stop, args=(30,))
+    # A frame is a whole message here, of which nearly all is the hidden row.
+    wait_until(lambda: _data_bytes(sent) >= before + 20 * 2 * 7168)
+    wait_until(lambda: meddler.num_passed["duck"] == len(sent))
+    stopper = threading.Thread(target=server.stop, args=(WAIT_S,), daemon=True)
     stopper.start()
     return list(zip(requests, pendings, strict=True)), stopper
+
+
+def _data_bytes(session):
+    """Payload of the DATA frames that are complete."""
+    at, total = len(_PREFACE), 0
+    while len(session) >= at + 9:
+        size, kind = int.from_bytes(session[at : at + 3]), session[at + 3]
+        at += 9 + size
+        if kind == 0 and at <= len(session):
+            total += size
+    return total
 
 
 def _check_replies(exchanges):
@@ -130,9 +141,11 @@ def test_hosts_that_do_nothing_do_not_hold_up_a_stop(kind, tmp_path):
         garbled.sendall(_OPEN_CALL + b"\0\0\1\0\0\0\0\0\0x")
         if meddler:
             meddler.hold()
-        stopper = threading.Thread(target=server.stop, args=(3600,))
+        # It may wait for longer than the test does.
+        grace_s = 10 * WAIT_S
+        stopper = threading.Thread(target=server.stop, args=(grace_s,), daemon=True)
         stopper.start()
-        stopper.join(60)
+        stopper.join(WAIT_S)
         assert not stopper.is_alive()
         if meddler:
             meddler.close()

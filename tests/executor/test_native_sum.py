@@ -28,6 +28,11 @@ def moes(bf16_checkpoint):
 
 
 @pytest.fixture
+def infos(moes):
+    return [moe.info for moe in moes]
+
+
+@pytest.fixture
 def start(moes):
     servers = []
 
@@ -51,12 +56,14 @@ def start(moes):
 
 @pytest.mark.parametrize("transport", [NATIVE])
 @pytest.mark.parametrize("reply_dtype", ["bf16", "fp32"])
-def test_both_transports_give_the_same_bits(start, transport, reply_dtype):
+def test_both_transports_give_the_same_bits(start, infos, transport, reply_dtype):
     # 100 rows are computed in the second thread, 3 in the first.
     requests = [make_request(rows, seed=rows) for rows in (1, 3, 100)]
     with (
         calling("grpcio", start("grpcio"), reply_dtype=reply_dtype) as python,
-        calling(transport, start(transport), reply_dtype=reply_dtype) as native,
+        calling(
+            transport, start(transport), reply_dtype=reply_dtype, infos=infos
+        ) as native,
     ):
         for request in requests:
             expected, got = python.start(request), native.start(request)
@@ -75,9 +82,9 @@ def test_both_transports_give_the_same_bits(start, transport, reply_dtype):
     ],
 )
 def test_a_request_that_does_not_fit_the_model_is_refused_and_the_next_one_served(
-    start, transport, changes, match
+    start, infos, transport, changes, match
 ):
-    with calling(transport, start(transport)) as fan_out:
+    with calling(transport, start(transport), infos=infos) as fan_out:
         bad = fan_out.start(make_request(20, **changes))
         with pytest.raises(DuckShapeError, match=match):
             bad.result()

@@ -4,13 +4,8 @@ import os
 import threading
 
 from vllm_duck.executor.client import GrpcDuck
-from vllm_duck.executor.process import (
-    allowed_cpus,
-    reset_memory_policy,
-    resident_bytes,
-    run_on_cpus,
-    thread_cpus,
-)
+from vllm_duck.executor.cpus import allowed_cpus, run_on_cpus, thread_cpus
+from vllm_duck.executor.process import reset_memory_policy, resident_bytes
 
 
 def _in_pinned_thread(function):

@@ -7,7 +7,6 @@ import pytest
 from tests.executor.mini_model import make_info, make_request
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
 from vllm_duck.executor.client import GrpcDuck
-from vllm_duck.executor.endpoints import check_endpoint, is_local
 from vllm_duck.executor.security import ClientSecurity, ServerSecurity, read_token
 from vllm_duck.executor.server import DuckServer
 
@@ -53,37 +52,6 @@ def certificates(tmp_path_factory):
     except FileNotFoundError:
         pytest.skip("openssl is not installed")
     return directory
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "expected"),
-    [
-        ("unix:/run/duck", True),
-        ("127.0.0.1:7100", True),
-        ("127.8.8.8:7100", True),
-        ("localhost:7100", True),
-        ("[::1]:7100", True),
-        ("0.0.0.0:7100", False),
-        ("[::]:7100", False),
-        ("192.168.0.2:7100", False),
-        ("duck-a:7100", False),
-    ],
-)
-def test_what_counts_as_local(endpoint, expected):
-    assert is_local(check_endpoint(endpoint)) is expected
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["", "duck", ":7100", "duck:", "duck:port", "duck:70000", "duck:-1"]
-)
-def test_an_endpoint_of_no_known_form_is_refused(endpoint):
-    with pytest.raises(DuckConfigError, match="must be host:port or unix:/path, got"):
-        check_endpoint(endpoint)
-
-
-def test_a_relative_socket_is_refused():
-    with pytest.raises(DuckConfigError, match="must have an absolute path"):
-        check_endpoint("unix:duck")
 
 
 def test_listening_to_the_network_needs_a_guard():

@@ -167,6 +167,10 @@ def test_a_missing_manifest_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
+        (
+            lambda m: m.update(format="vllm_duck.split/1"),
+            "must be of vllm_duck.split/2, got vllm_duck.split/1, .*; remove the dir",
+        ),
         (lambda m: m.update(format="other/1"), "format 'other/1', expected \"vllm_du"),
         (lambda m: m.pop("plan"), "is damaged: 'plan'; copy it again"),
         (lambda m: m["model"].pop("hidden_size"), "is damaged: .*hidden_size"),

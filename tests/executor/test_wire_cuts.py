@@ -17,6 +17,7 @@ from tests.executor.checksums import sealed
 from tests.executor.meddler import Meddler
 from tests.executor.mini_model import make_request
 from tests.executor.wire_peers import calling, needs_native, serving
+from tests.waiting import WAIT_S
 from vllm_duck.executor import codec
 from vllm_duck.executor.bf16 import bf16_to_f32
 from vllm_duck.executor.wire import FORWARD_METHOD
@@ -132,9 +133,9 @@ def test_damage_at_the_end_is_found_however_it_is_cut(meddler, cut):
             damaged = bytearray(good)
             damaged[at] ^= 1
             with pytest.raises(grpc.RpcError) as caught:
-                list(forward(iter([good, bytes(damaged)]), timeout=30))
+                list(forward(iter([good, bytes(damaged)]), timeout=WAIT_S))
             assert caught.value.code() is grpc.StatusCode.DATA_LOSS
-        assert len(list(forward(iter([good] * 3), timeout=30))) == 3
+        assert len(list(forward(iter([good] * 3), timeout=WAIT_S))) == 3
 
 
 def test_a_checksum_with_a_longer_tag_is_not_the_last_five_bytes(meddler):
@@ -145,7 +146,7 @@ def test_a_checksum_with_a_longer_tag_is_not_the_last_five_bytes(meddler):
     with grpc.insecure_channel(meddler.endpoint) as channel:
         forward = channel.stream_stream(FORWARD_METHOD)
         with pytest.raises(grpc.RpcError) as caught:
-            list(forward(iter([odd]), timeout=30))
+            list(forward(iter([odd]), timeout=WAIT_S))
     assert caught.value.code() is grpc.StatusCode.DATA_LOSS
 
 
@@ -163,7 +164,7 @@ def test_a_checksum_with_a_longer_tag_is_not_the_last_five_bytes(meddler):
 )
 def test_messages_about_as_short_as_a_checksum(meddler, message, code):
     with grpc.insecure_channel(meddler.endpoint) as channel:
-        call = channel.stream_stream(FORWARD_METHOD)(iter([message]), timeout=30)
+        call = channel.stream_stream(FORWARD_METHOD)(iter([message]), timeout=WAIT_S)
         if code is None:
             # It parses, but asks for nothing.
             (reply,) = call

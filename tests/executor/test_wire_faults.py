@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 from tests.executor.meddler import Meddler, flip
-from tests.executor.mini_model import make_request
+from tests.executor.mini_model import make_info, make_request
 from tests.executor.wire_peers import (
     BOTH_CLIENTS,
     NATIVE,
     SERVERS,
     calling,
     check_echo,
+    check_echo_in_the_end,
     serving,
 )
+from tests.waiting import WAIT_S, wait_until
 from vllm_duck.errors import (
     DuckProtocolError,
     DuckShapeError,
@@ -29,6 +31,10 @@ from vllm_duck.errors import (
     DuckUnavailable,
 )
 from vllm_duck.executor.bf16 import bf16_to_f32
+from vllm_duck.executor.identity import identity_of
+
+# What make_request() is answered has more: three rows of 32 values.
+REPLY_BYTES = 3 * 2 * 32
 
 
 @pytest.fixture(params=SERVERS)
@@ -42,7 +48,7 @@ def meddler(request):
 @pytest.mark.parametrize("client", BOTH_CLIENTS)
 def test_a_reply_that_never_comes_is_a_timeout_and_later_calls_go_on(meddler, client):
     with calling(client, [meddler.endpoint], deadline_s=0.3) as fan_out:
-        check_echo(fan_out, make_request())
+        check_echo_in_the_end(fan_out, make_request())
         meddler.hold()
         late = fan_out.start(make_request(seed=1))
         with pytest.raises(DuckTimeout, match="did not answer within deadline_s=0.3"):
@@ -50,13 +56,13 @@ def test_a_reply_that_never_comes_is_a_timeout_and_later_calls_go_on(meddler, cl
         meddler.resume()
         # The late reply may come first; it belongs to nobody.
         for seed in range(2, 5):
-            check_echo(fan_out, make_request(seed=seed))
+            check_echo_in_the_end(fan_out, make_request(seed=seed))
 
 
 @pytest.mark.parametrize("client", BOTH_CLIENTS)
 def test_a_late_reply_may_be_larger_than_what_is_in_flight(meddler, client):
     with calling(client, [meddler.endpoint], deadline_s=0.5) as fan_out:
-        check_echo(fan_out, make_request())
+        check_echo_in_the_end(fan_out, make_request())
         meddler.passes_to_host.clear()
         late = fan_out.start(make_request(60, hidden_size=7168))
         with pytest.raises(DuckTimeout):
@@ -65,27 +71,37 @@ def test_a_late_reply_may_be_larger_than_what_is_in_flight(meddler, client):
         request = make_request(seed=1)
         pending = fan_out.start(request)
         meddler.resume()
+        try:
+            total = pending.result()
+        except DuckTimeout:  # a slow machine: the late reply has still been dropped
+            return check_echo_in_the_end(fan_out, request)
+        np.testing.assert_array_equal(total, bf16_to_f32(request.hidden))
+
+
+@pytest.mark.parametrize("client", BOTH_CLIENTS)
+def test_a_reply_in_time_counts_however_late_it_is_looked_at(meddler, client):
+    """The host may be busy for longer than the deadline."""
+    deadline_s = 2.0
+    with calling(client, [meddler.endpoint], deadline_s=deadline_s) as fan_out:
+        check_echo_in_the_end(fan_out, make_request())
+        request = make_request(seed=1)
+        is_in_time = False
+        while not is_in_time:
+            answered = meddler.num_passed["host"] + REPLY_BYTES
+            begin_s = time.monotonic()
+            pending = fan_out.start(request)
+            wait_until(lambda end=answered: meddler.num_passed["host"] > end)
+            is_in_time = time.monotonic() < begin_s + deadline_s - 0.1
+        time.sleep(begin_s + deadline_s + 0.3 - time.monotonic())
         np.testing.assert_array_equal(pending.result(), bf16_to_f32(request.hidden))
 
 
 @pytest.mark.parametrize("client", BOTH_CLIENTS)
-@pytest.mark.parametrize("is_connected", [True, False])
-def test_a_reply_in_time_counts_however_late_it_is_looked_at(
-    meddler, client, is_connected
-):
-    """The host may be busy for longer than the deadline."""
-    with calling(client, [meddler.endpoint], deadline_s=2) as fan_out:
-        if is_connected:
-            check_echo(fan_out, make_request())
-            request = make_request(seed=1)
-            pending = fan_out.start(request)
-            time.sleep(2.3)
-            expected = bf16_to_f32(request.hidden)
-            np.testing.assert_array_equal(pending.result(), expected)
-        else:
-            pending = fan_out.start(make_request())
-            time.sleep(0.5)
-            pending.result()
+def test_a_call_before_there_is_a_connection_may_be_looked_at_late(meddler, client):
+    with calling(client, [meddler.endpoint]) as fan_out:
+        pending = fan_out.start(make_request())
+        time.sleep(0.5)
+        pending.result()
 
 
 @pytest.mark.parametrize("client", [NATIVE])
@@ -161,15 +177,16 @@ def test_a_duck_that_takes_no_bytes_is_a_timeout_and_gets_a_new_connection(
     meddler, client
 ):
     with calling(client, [meddler.endpoint], deadline_s=0.5) as fan_out:
-        check_echo(fan_out, make_request())
+        check_echo_in_the_end(fan_out, make_request())
+        before = meddler.num_connections
         meddler.hold()
         stuck = fan_out.start(make_request(2100, hidden_size=7168))
         with pytest.raises(DuckTimeout):
             stuck.result()
         del stuck
         meddler.resume()
-        check_echo(fan_out, make_request())
-    assert meddler.num_connections == 2
+        check_echo_in_the_end(fan_out, make_request())
+    assert meddler.num_connections > before
 
 
 @pytest.mark.parametrize("client", [NATIVE])
@@ -179,18 +196,20 @@ def test_a_connection_that_went_silent_is_pinged_and_replaced(meddler, client):
 
     fan_out = NativeFanOut(
         [meddler.endpoint],
-        deadline_s=30,
+        identities=[identity_of(make_info())],
+        deadline_s=WAIT_S,
         reply_dtype="bf16",
         security=ClientSecurity(),
-        quiet_s=0.2,
+        quiet_s=1.0,
     )
     check_echo(fan_out, make_request())
-    # From here on the connection swallows what is sent; a new one takes one chunk.
-    meddler.to_duck = lambda chunk, before: b"" if before else chunk
-    request = make_request(seed=1)
-    pending = fan_out.start(request)
-    np.testing.assert_array_equal(pending.result(), bf16_to_f32(request.hidden))
-    assert meddler.num_connections == 2
+    # This connection swallows from here on what is sent; a new one passes it.
+    silent = meddler.num_connections
+    meddler.to_duck = lambda chunk, before: (
+        b"" if meddler.num_connections == silent else chunk
+    )
+    check_echo(fan_out, make_request(seed=1))
+    assert meddler.num_connections > silent
     fan_out.close()
 
 
@@ -211,7 +230,7 @@ def test_a_duck_that_is_killed_in_mid_call_is_unavailable_at_once(client, server
     )
     endpoint = process.stdout.readline().strip()
     try:
-        with calling(client, [endpoint], deadline_s=60) as fan_out:
+        with calling(client, [endpoint]) as fan_out:
             check_echo(fan_out, make_request())
             os.kill(process.pid, signal.SIGSTOP)
             # It may run on for a moment, and a moment is enough to answer.

@@ -7,11 +7,13 @@ import grpc
 import numpy as np
 import pytest
 
-from tests.executor.mini_model import make_request
+from tests.executor.mini_model import make_info, make_request
 from tests.executor.wire_peers import BOTH_CLIENTS, NATIVE, calling, check_echo, echo
+from tests.waiting import WAIT_S
 from vllm_duck.errors import DuckProtocolError, DuckUnavailable
 from vllm_duck.executor import codec
 from vllm_duck.executor.bf16 import bf16_to_f32
+from vllm_duck.executor.identity import identity_of
 from vllm_duck.executor.wire import SERVICE
 
 
@@ -26,7 +28,7 @@ def stock_server():
             options=list(options.pop("options", [])),
             **options,
         )
-        handler = grpc.stream_stream_rpc_method_handler(forward)
+        handler = grpc.stream_stream_rpc_method_handler(_introducing(forward))
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {"Forward": handler}),)
         )
@@ -38,6 +40,17 @@ def stock_server():
     yield start
     for server in servers:
         server.stop(0)
+
+
+def _introducing(forward):
+    """The same, after the headers that every duck sends."""
+
+    def introduced(messages, context):
+        identity = identity_of(make_info())
+        context.send_initial_metadata((("duck-identity", identity),))
+        return forward(messages, context)
+
+    return introduced
 
 
 def _answer(message):
@@ -60,7 +73,7 @@ def test_connections_that_a_server_ends_for_their_age_are_replaced(
         _echo_all,
         options=[
             ("grpc.max_connection_age_ms", 100),
-            ("grpc.max_connection_age_grace_ms", 100),
+            ("grpc.max_connection_age_grace_ms", int(1000 * WAIT_S)),
         ],
     )
     with calling(client, [endpoint]) as fan_out:

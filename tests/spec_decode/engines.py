@@ -1,5 +1,7 @@
-"""Two engines on the same weights, with and without duck_mtp1, each in this process."""
+"""Engines on the same weights, with and without duck_mtp1, each in this process."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.engines import start_engine
 from training.tokenizer import prompt
+from vllm_duck.spec_decode.lanes.policy import LanePolicy
 
 MTP1 = {"method": "duck_mtp1"}
 QUESTIONS = (
@@ -31,12 +34,30 @@ class Said:
     prompt_logprobs: list | None
 
 
-def start(model_dir: Path, *, speculates: bool, duck=(), **options: Any):
+def start(model_dir: Path, *, speculates: bool, **options: Any):
+    """An engine that ends with the fixture `engines`, which it needs.
+
+    Which way is quicker depends on the machine. This one always drafts, and always runs
+    in lanes where a step can be divided: `lanes_are` chooses for a while.
+    """
     if speculates:
         options["speculative_config"] = dict(MTP1)
-    # Whether a draft is worth its time depends on the machine; the tests draft always.
-    duck = {"draft_gate": False, **dict(duck)}
-    return start_engine(model_dir, duck=duck, disable_log_stats=False, **options)
+    llm = start_engine(
+        model_dir, duck={"draft_gate": False}, disable_log_stats=False, **options
+    )
+    runner_of(llm).lanes.policy = LanePolicy(True, times=None)
+    return llm
+
+
+@contextmanager
+def lanes_are(overlaps: bool, llm) -> Iterator[None]:
+    """Every step that can be divided runs in two lanes, or none does."""
+    lanes = runner_of(llm).lanes
+    before, lanes.policy = lanes.policy, LanePolicy(overlaps, times=None)
+    try:
+        yield
+    finally:
+        lanes.policy = before
 
 
 def make_prompts(model_dir: Path, *, thinking: bool = False) -> list[list[int]]:
@@ -79,9 +100,13 @@ def tokens_of(said: list[Said]) -> list[list[int]]:
     return [answer.token_ids for answer in said]
 
 
-def runner_of(llm):
+def worker_of(llm):
     core = llm.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.worker.model_runner
+    return core.model_executor.driver_worker.worker
+
+
+def runner_of(llm):
+    return worker_of(llm).model_runner
 
 
 def scheduler_of(llm):

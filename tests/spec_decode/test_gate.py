@@ -1,8 +1,13 @@
 """When drafting stops: for a batch size, for a request, and when it resumes."""
 
 import random
+from types import SimpleNamespace
 
+import pytest
+
+from vllm_duck.spec_decode.drafts import NO_TOKEN
 from vllm_duck.spec_decode.gate import NUM_RETRIES, RETRY_AFTER_TOKENS, DraftGate
+from vllm_duck.spec_decode.runner import StepClock
 from vllm_duck.spec_decode.two_ways import NUM_TRIALS
 
 
@@ -81,6 +86,36 @@ def test_a_grammar_that_refuses_some_drafts_does_not_keep_it_undecided():
         # The second request's draft never gets a row.
         gate.observe_step(2, int(allowed[0]), 10.0 if allowed[0] else 1.0)
     assert gate.allowed(["a", "b"]) == [False, False]
+
+
+def test_rows_that_vllm_pads_are_no_drafts():
+    gate = DraftGate()
+    gate.observe_verified("a", (NO_TOKEN,), 1)
+    assert gate._typical == 1
+    gate.observe_verified("a", (7,), 1)
+    assert gate._typical < 1
+
+
+def _scheduled(num_tokens, drafts):
+    return SimpleNamespace(
+        num_scheduled_tokens=num_tokens,
+        total_num_scheduled_tokens=sum(num_tokens.values()),
+        scheduled_spec_decode_tokens=drafts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "drafts", "is_decoding"),
+    [
+        ({"a": 2, "b": 1}, {"a": [7]}, True),
+        ({"a": 2, "b": 5}, {"a": [7]}, False),
+        # A prompt of one token beside a request that drafts: vLLM pads it.
+        ({"a": 2, "b": 2}, {"a": [7], "b": [NO_TOKEN]}, False),
+    ],
+)
+def test_only_steps_of_decoding_are_timed(num_tokens, drafts, is_decoding):
+    clock = StepClock.start(_scheduled(num_tokens, drafts))
+    assert clock.is_decoding == is_decoding
 
 
 def test_a_finished_request_leaves_nothing():

@@ -1,8 +1,17 @@
 """One engine of each kind, with and without duck_mtp1, for all tests of this folder."""
 
+from collections.abc import Iterator
+
 import pytest
 
+from benchmarks.engines import closing_engines
 from tests.spec_decode.engines import ask, make_prompts, start
+
+
+@pytest.fixture(scope="package")
+def engines() -> Iterator[None]:
+    with closing_engines():
+        yield
 
 
 @pytest.fixture(scope="package")
@@ -15,7 +24,7 @@ PARSER = {"reasoning_parser": "deepseek_r1"}
 
 
 @pytest.fixture(scope="package")
-def plain(tiny_model):
+def plain(engines, tiny_model):
     return start(tiny_model, speculates=False, **PARSER)
 
 

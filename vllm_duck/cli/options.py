@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from vllm_duck.config import environment_endpoints
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import REQUANTIZED_FORMATS, Shard
@@ -182,13 +183,9 @@ def cpu_set(text: str) -> set[int]:
     return {int(part) for part in text.split(",")}
 
 
-def default_endpoints() -> list[str]:
+def default_endpoints() -> tuple[str, ...]:
     """What VLLM_DUCK_ENDPOINTS names, as the host reads it."""
-    return split_endpoints(os.environ.get("VLLM_DUCK_ENDPOINTS", ""))
-
-
-def split_endpoints(value: str) -> list[str]:
-    return [part.strip() for part in value.split(",") if part.strip()]
+    return environment_endpoints(os.environ)
 
 
 def size(num_bytes: int) -> str:

@@ -12,14 +12,15 @@ from typing import Any
 
 from vllm_duck.cli import options
 from vllm_duck.cli.stopping import StopRequest
+from vllm_duck.endpoints import UNIX_PREFIX
 from vllm_duck.errors import DuckConfigError, DuckError
 from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.cpus import set_thread_cpus
 from vllm_duck.executor.duck import Shard
-from vllm_duck.executor.endpoints import UNIX_PREFIX
 from vllm_duck.executor.kernel import MoeKernel
 from vllm_duck.executor.loader import LoadedShard, load_shard
 from vllm_duck.executor.local import FAILED_PREFIX, PRIVATE_PREFIX, READY
-from vllm_duck.executor.process import reset_memory_policy, set_thread_cpus
+from vllm_duck.executor.process import reset_memory_policy
 from vllm_duck.executor.security import ServerSecurity
 from vllm_duck.executor.serving import AnyServer, make_server
 from vllm_duck.executor.shard_moe import ShardMoe

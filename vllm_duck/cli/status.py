@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from vllm_duck.cli import options
+from vllm_duck.endpoints import check_endpoint
 from vllm_duck.errors import DuckConfigError, DuckTransportError
 from vllm_duck.executor.client import GrpcDuck
 from vllm_duck.executor.duck import DuckInfo
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     endpoints = args.endpoints or options.default_endpoints()
     if not endpoints:
         raise DuckConfigError("name an endpoint, or set VLLM_DUCK_ENDPOINTS")
+    for endpoint in endpoints:
+        check_endpoint(endpoint)
     security = ClientSecurity.from_files(
         tls_ca=args.tls_ca,
         tls_cert=args.tls_cert,

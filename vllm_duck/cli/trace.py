@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_duck.cli import options
+from vllm_duck.endpoints import parse_endpoints
 from vllm_duck.errors import DuckConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _record(args: argparse.Namespace) -> "tuple[list[StepRecord], int]":
 
     from vllm_duck.spec_decode.lanes.policy import LanePolicy
 
-    endpoints = options.split_endpoints(args.endpoints)
+    endpoints = parse_endpoints(args.endpoints)
     # Every step drafts, whether or not that pays: pairs are what is to be seen.
     duck: dict[str, Any] = {"draft_gate": False}
     if endpoints:

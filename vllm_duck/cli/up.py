@@ -1,16 +1,18 @@
 """`vllm-duck up`: all ducks of a model on this machine, until Ctrl-C."""
 
 import argparse
+import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 from vllm_duck.cli import options
 from vllm_duck.cli.stopping import StopRequest
+from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.endpoints import UNIX_PREFIX
+from vllm_duck.executor.cpus import thread_cpus
 from vllm_duck.executor.local import LocalDucks
-from vllm_duck.executor.process import thread_cpus
 from vllm_duck.executor.shards import ShardPlan
 from vllm_duck.executor.split_format import Manifest, split_directories
 
@@ -77,6 +79,8 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     plan = _plan(args)
     num_ducks = len(plan.shards)
+    listen = _listen(args, num_ducks)
+    _check_listed(listen or [f"{UNIX_PREFIX}{tempfile.gettempdir()}"])
     print(f"loading {num_ducks} ducks ...", file=sys.stderr, flush=True)
     stop = StopRequest()
     with stop.raising():
@@ -84,14 +88,15 @@ def run(args: argparse.Namespace) -> int:
             args.model,
             plan=plan,
             num_threads=args.threads,
-            listen=_listen(args, num_ducks),
+            listen=listen,
             # What the user's taskset allows, not the whole machine.
             cpus=thread_cpus(),
             weight_format=args.weight_format,
             serve_flags=[f"--transport={args.transport}", *_security_flags(args)],
         )
     with ducks:
-        print(f"VLLM_DUCK_ENDPOINTS={','.join(ducks.endpoints)}", flush=True)
+        listed = shlex.quote(",".join(ducks.endpoints))
+        print(f"VLLM_DUCK_ENDPOINTS={listed}", flush=True)
         while (message := ducks.dead()) is None:
             if stop.wait(_POLL_S):
                 return 0
@@ -113,12 +118,30 @@ def _plan(args: argparse.Namespace) -> ShardPlan:
 
 def _listen(args: argparse.Namespace, num_ducks: int) -> list[str] | None:
     if args.first_port is not None:
-        return [f"{args.host}:{args.first_port + index}" for index in range(num_ducks)]
+        is_bare_ipv6 = ":" in args.host and not args.host.startswith("[")
+        host = f"[{args.host}]" if is_bare_ipv6 else args.host
+        ports = range(args.first_port, args.first_port + num_ducks)
+        return [check_endpoint(f"{host}:{port}") for port in ports]
     if args.listen_dir is not None:
         directory = Path(args.listen_dir).resolve()
+        endpoints = [
+            check_endpoint(f"{UNIX_PREFIX}{directory}/duck{index}")
+            for index in range(num_ducks)
+        ]
         directory.mkdir(parents=True, exist_ok=True)
-        return [f"{UNIX_PREFIX}{directory}/duck{index}" for index in range(num_ducks)]
+        return endpoints
     return None
+
+
+def _check_listed(endpoints: list[str]) -> None:
+    """Refuse a path that VLLM_DUCK_ENDPOINTS cannot hold."""
+    for endpoint in endpoints:
+        if "," in endpoint:
+            raise DuckConfigError(
+                "a socket's path must have no comma, since commas separate the "
+                f"endpoints in VLLM_DUCK_ENDPOINTS, got {endpoint!r}; choose another "
+                "directory with --listen-dir or TMPDIR"
+            )
 
 
 def _security_flags(args: argparse.Namespace) -> list[str]:

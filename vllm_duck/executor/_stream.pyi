@@ -2,6 +2,7 @@ from typing import Any
 
 def client_new(
     endpoints: tuple[str, ...],
+    identities: tuple[str, ...],
     authorization: str,
     deadline_s: float,
     quiet_s: float,
@@ -29,6 +30,7 @@ def server_new(
     listeners: tuple[int, ...],
     compute: object,
     authorization: str,
+    identity: str,
     max_message_bytes: int,
     max_calls: int,
     /,

@@ -1,12 +1,9 @@
 """A checkpoint on disk, seen without torch: config, tensor index, file headers.
 
-Invariants, pinned by tests:
-- the fingerprint depends on config.json and the tensor names alone, so it is cheap, the
-  same on every machine, and the same however the tensors are cut into files;
-- a tensor's place is checked against the file's length before anything is read.
+Invariant, pinned by tests: a tensor's place is checked against the file's length before
+anything is read.
 """
 
-import hashlib
 import json
 import os
 import struct
@@ -18,6 +15,7 @@ from typing import Any
 
 from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.duck import ModelSummary
+from vllm_duck.executor.fingerprint import fingerprint_of
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -26,9 +24,6 @@ SPLIT_MANIFEST_FILE = "manifest.json"
 
 # A header names the tensors of one file: 100 bytes each. More than this is garbage.
 _MAX_HEADER_BYTES = 100 * 2**20
-
-# Keys of config.json that tools rewrite without touching the model.
-_VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +58,12 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of what the model is, for comparing it across machines."""
-        config = {
-            key: value
-            for key, value in self.config.items()
-            if key not in _VOLATILE_CONFIG_KEYS
-        }
-        text = json.dumps([config, sorted(self._file_names)], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        """Hex digest of what the model is, for comparing it across machines.
+
+        Raises:
+            DuckCheckpointError: a file is missing or truncated.
+        """
+        return fingerprint_of(self)
 
     @property
     def hidden_size(self) -> int:
@@ -86,27 +79,23 @@ class Checkpoint:
 
     @cached_property
     def moe_layer_ids(self) -> tuple[int, ...]:
-        """Layers with routed experts: the trunk's by config, and the MTP layers that
-        the checkpoint holds."""
+        """Layers with routed experts by config: of the trunk, and of the MTP layers
+        that the checkpoint holds."""
         num_layers = self._config_int("num_hidden_layers")
+        num_mtp = self._config_int("num_nextn_predict_layers", 0)
         step = self._config_int("moe_layer_freq", 1)
-        trunk = [
+        return tuple(
             layer_idx
             for layer_idx in range(
-                self._config_int("first_k_dense_replace", 0), num_layers
+                self._config_int("first_k_dense_replace", 0), num_layers + num_mtp
             )
             if layer_idx % step == 0
-        ]
-        num_mtp = self._config_int("num_nextn_predict_layers", 0)
-        mtp = [
-            layer_idx
-            for layer_idx in range(num_layers, num_layers + num_mtp)
-            if any(
-                name.startswith(f"model.layers.{layer_idx}.")
-                for name in self._file_names
-            )
-        ]
-        return (*trunk, *mtp)
+            and (layer_idx < num_layers or self._holds_layer(layer_idx))
+        )
+
+    def _holds_layer(self, layer_idx: int) -> bool:
+        prefix = f"model.layers.{layer_idx}."
+        return any(name.startswith(prefix) for name in self._file_names)
 
     @cached_property
     def weight_format(self) -> str:

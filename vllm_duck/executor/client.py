@@ -2,6 +2,8 @@
 
 Invariants, pinned by tests:
 - replies find their request by id, in whatever order they come;
+- no request is sent before the stream has said that the duck that was described is
+  behind it;
 - when the stream ends, every request in flight fails at once, with one reason, and
   so does every later start();
 - a request that misses its deadline fails alone; the stream goes on.
@@ -11,13 +13,15 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from queue import SimpleQueue
 from typing import Literal
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from vllm_duck.config import DEFAULT_DEADLINE_S
+from vllm_duck.endpoints import check_endpoint
 from vllm_duck.errors import DuckError, DuckProtocolError, DuckTimeout, DuckUnavailable
 from vllm_duck.executor.codec import (
     DESCRIBE_REQUEST,
@@ -27,6 +31,7 @@ from vllm_duck.executor.codec import (
     decode_reply,
     encode_request,
 )
+from vllm_duck.executor.cpus import allowed_cpus, run_on_cpus
 from vllm_duck.executor.duck import (
     DuckInfo,
     EncodedRequest,
@@ -35,20 +40,18 @@ from vllm_duck.executor.duck import (
     PendingReply,
     ReplyDtype,
 )
-from vllm_duck.executor.endpoints import check_endpoint
 from vllm_duck.executor.grpc_errors import error_of_reply, error_of_rpc
-from vllm_duck.executor.process import allowed_cpus, run_on_cpus
+from vllm_duck.executor.identity import identity_of, mismatch
 from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.executor.wire import (
     DESCRIBE_METHOD,
     FORWARD_METHOD,
+    IDENTITY_METADATA_KEY,
     MAX_MESSAGE_BYTES,
     SERVICE,
     TOKEN_METADATA_KEY,
     TOKEN_PREFIX,
 )
-
-DEFAULT_DEADLINE_S = 30.0
 
 _CHANNEL_OPTIONS = [
     # The defaults of 4 MiB do not hold a prefill chunk.
@@ -98,6 +101,10 @@ class GrpcDuck:
         self._channel: grpc.Channel | None = None
         self._request_ids = itertools.count(1)
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        # One answer: whether the right duck is behind the stream.
+        self._proof: SimpleQueue[bool] = SimpleQueue()
+        # Of the duck that was described; a stream without that takes any.
+        self._identity: str | None = None
         self._lock = threading.Lock()
         # Everything below is guarded by the lock.
         self._pending: dict[int, _Pending] = {}
@@ -123,7 +130,9 @@ class GrpcDuck:
                 )
         except grpc.RpcError as error:
             raise error_of_rpc(self._name, error) from error
-        return decode_info(message)
+        info = decode_info(message)
+        self._identity = identity_of(info)
+        return info
 
     def health(self) -> str:
         """Ask the standard health service: "SERVING" or "NOT_SERVING".
@@ -195,13 +204,26 @@ class GrpcDuck:
         # Bytes in, bytes out: one encoding serves all ducks, and gRPC copies nothing.
         arrivals = self._channel.stream_stream(
             FORWARD_METHOD, response_deserializer=self._arrive
-        )(iter(self._outbox.get, None), metadata=self._metadata())
+        )(self._messages(), metadata=self._metadata())
         threading.Thread(
             target=self._read_replies,
             args=(arrivals,),
             name=f"duck-client {self._name}",
             daemon=True,
         ).start()
+
+    def _messages(self) -> Iterator[bytes]:
+        """What the stream sends: nothing before the duck has proved itself."""
+        if self._proof.get():
+            yield from iter(self._outbox.get, None)
+
+    def _identity_problem(self, arrivals: grpc.Call) -> str:
+        """Wait for the stream's first headers; what is wrong with their identity."""
+        if self._identity is None:
+            return ""
+        headers = dict(arrivals.initial_metadata())
+        got = str(headers.get(IDENTITY_METADATA_KEY, ""))
+        return "" if got == self._identity else mismatch(self._identity, got)
 
     def _read_replies(self, arrivals: grpc.Call) -> None:
         """Have gRPC read on until the stream ends; runs in its own thread.
@@ -210,6 +232,10 @@ class GrpcDuck:
         back from the other lane, with its true round trip, and a dead duck is noticed
         between calls.
         """
+        imposture = self._identity_problem(arrivals)
+        # With one, the stream ends without a request: with the duck's own error, if
+        # that is why it sent no identity.
+        self._proof.put(not imposture)
         try:
             for problem in arrivals:
                 if isinstance(problem, DuckProtocolError):
@@ -217,6 +243,8 @@ class GrpcDuck:
             reason: DuckError = DuckUnavailable(
                 f"duck {self._name} ended the stream; it is shutting down"
             )
+            if imposture:
+                reason = DuckProtocolError(f"duck {self._name} {imposture}")
         except grpc.RpcError as error:
             reason = error_of_rpc(self._name, error)
         except DuckProtocolError as error:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vllm_duck.errors import DuckConfigError, DuckShapeError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 BF16 = np.dtype(np.uint16)
 F32 = np.dtype(np.float32)

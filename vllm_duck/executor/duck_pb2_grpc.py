@@ -57,7 +57,9 @@ class DuckServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Forward(self, request_iterator, context):
-        """One stream per host, open as long as both live. Requests may overlap; replies
+        """One stream per host, open as long as both live. The duck answers at once with its
+        headers, before any request, and they hold `duck-identity`: see docs/protocol.md.
+        A host sends no request before it has read that. Requests may overlap; replies
         carry the id of their request and may come in any order. A request that parses
         always gets a reply, with a status; one that does not parse ends the stream with
         INVALID_ARGUMENT, since its id is unknown.

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
+from vllm_duck.config import DEFAULT_DEADLINE_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
-from vllm_duck.executor.client import DEFAULT_DEADLINE_S, GrpcDuck
+from vllm_duck.executor.client import GrpcDuck
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
     REQUANTIZED_FORMATS,
@@ -23,6 +24,7 @@ from vllm_duck.executor.fan_out import (
     PendingSum,
     PythonFanOut,
 )
+from vllm_duck.executor.identity import identity_of
 from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.executor.shards import check_tiling
 from vllm_duck.executor.transport import Transport, choose_transport
@@ -66,6 +68,9 @@ class Fleet:
     ) -> "Fleet":
         """Connect to every duck and check that together they are the model.
 
+        Each connection, the first and every later one, proves that the duck that was
+        checked is behind it, before a request is sent.
+
         connect_s: how long to wait for ducks that are not up yet.
         io_cpus: for the threads of grpcio; the native stream has none.
 
@@ -88,25 +93,22 @@ class Fleet:
                 )
                 undo.callback(duck.close)
                 ducks.append(duck)
+            infos = cls(ducks).check(expect, connect_s=connect_s)
             fan_out = None
             if choice.is_native:
                 from vllm_duck.executor.native_client import NativeFanOut
 
                 fan_out = NativeFanOut(
                     endpoints,
+                    identities=[identity_of(info) for info in infos],
                     deadline_s=deadline_s,
                     reply_dtype=reply_dtype,
                     security=security,
                 )
-            fleet = cls(
-                ducks,
-                reply_dtype=reply_dtype,
-                fan_out=fan_out,
-                transport=choice.reason,
-            )
-            fleet.check(expect, connect_s=connect_s)
             undo.pop_all()
-        return fleet
+        return cls(
+            ducks, reply_dtype=reply_dtype, fan_out=fan_out, transport=choice.reason
+        )
 
     @property
     def ducks(self) -> tuple[Duck, ...]:

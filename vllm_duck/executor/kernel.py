@@ -15,19 +15,17 @@ Invariants, pinned by tests:
 The order of additions is written down in csrc/kernel.h, the layout in csrc/layout.h.
 """
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_duck.config import ISA_VARIABLE, environment_isa
 from vllm_duck.errors import DuckCheckpointError, DuckConfigError, DuckShapeError
 from vllm_duck.executor import _kernel
+from vllm_duck.executor.cpus import numa_node, physical_cores, within_quota
 
 ISAS = ("amx", "avx512", "avx2", "portable")
-ISA_ENV = "VLLM_DUCK_ISA"
 # In the order of csrc/layout.h. The last two are what requantize.py makes.
 WEIGHT_FORMATS = ("e4m3-block128", "bf16", "int8-group128", "int4-group32")
 
@@ -201,8 +199,8 @@ class MoeKernel:
     ) -> None:
         """Choose the kernel and start the pool; the calling thread is its first worker.
 
-        num_threads: None takes every physical core that this process may run on; 1
-            starts no thread at all.
+        num_threads: None takes every physical core that this process may run on, as
+            far as its cgroup's quota goes; 1 starts no thread at all.
         isa: one of ISAS; None takes the environment's VLLM_DUCK_ISA, else the best.
         pin: keep pool thread i on the i-th of those cores. The caller stays unpinned.
 
@@ -212,16 +210,16 @@ class MoeKernel:
         """
         cpus = physical_cores()
         if num_threads is None:
-            num_threads = len(cpus)
+            num_threads = within_quota(len(cpus))
         if not 1 <= num_threads <= 1024:
             raise DuckConfigError(
                 f"num_threads must be in [1, 1024], got {num_threads}"
             )
-        wanted = isa if isa is not None else os.environ.get(ISA_ENV) or None
+        wanted = isa if isa is not None else environment_isa() or None
         if wanted is not None and wanted not in ISAS:
             raise DuckConfigError(
                 f"isa must be one of {ISAS}, got {wanted!r}; "
-                f"set the isa argument or {ISA_ENV}"
+                f"set the isa argument or {ISA_VARIABLE}"
             )
         handle = _kernel.engine_new(
             num_threads, wanted or "", tuple(cpus) if pin else ()
@@ -229,12 +227,12 @@ class MoeKernel:
         if handle is None:
             raise DuckConfigError(
                 f"this CPU cannot run isa {wanted!r}, it supports {supported_isas()}; "
-                f"set the isa argument or {ISA_ENV}"
+                f"set the isa argument or {ISA_VARIABLE}"
             )
         self._handle = handle
         self.isa = str(_kernel.engine_isa(handle))
         self.num_threads = num_threads
-        nodes = {_numa_node(cpu) for cpu in cpus[:num_threads]}
+        nodes = {numa_node(cpu) for cpu in cpus[:num_threads]}
         self._is_on_several_nodes = pin and len(nodes) > 1
 
     def place(self, weights: LayerWeights) -> None:
@@ -323,34 +321,9 @@ def supported_isas() -> list[str]:
     return [str(name) for name in _kernel.supported_isas()]
 
 
-def physical_cores() -> list[int]:
-    """CPUs of this process, one for each core: its second hardware thread adds none
-    of the memory bandwidth that decode is made of."""
-    if not hasattr(os, "sched_getaffinity"):
-        return list(range(os.cpu_count() or 1))
-    cores: dict[Any, int] = {}
-    for cpu in sorted(os.sched_getaffinity(0)):
-        cores.setdefault(_siblings(cpu), cpu)
-    return list(cores.values())
-
-
 def num_groups(first: int, count: int, group_size: int) -> int:
     """Groups that `count` weights touch, when groups are counted from weight 0."""
     return -(-(first + count) // group_size) - first // group_size
-
-
-def _siblings(cpu: int) -> str:
-    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-    try:
-        return path.read_text()
-    except OSError:
-        return f"cpu {cpu} alone"
-
-
-def _numa_node(cpu: int) -> str:
-    for path in Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node*"):
-        return path.name
-    return "node0"
 
 
 def _check_sizes(

@@ -6,8 +6,8 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
+from vllm_duck.endpoints import UNIX_PREFIX, split_host_port
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.executor.endpoints import UNIX_PREFIX
 
 _BACKLOG = 128
 
@@ -32,11 +32,10 @@ def open_listeners(listen: str) -> tuple[list[socket.socket], str]:
 
 
 def _listen_tcp(listen: str) -> tuple[list[socket.socket], str]:
-    host, _, port_text = listen.rpartition(":")
-    port = int(port_text)
+    host, port = split_host_port(listen)
     # A name such as localhost has several addresses.
     addresses = socket.getaddrinfo(
-        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
     sockets = []
     with ExitStack() as undo:
@@ -61,7 +60,7 @@ def _listen_tcp(listen: str) -> tuple[list[socket.socket], str]:
             listener.setblocking(False)
             sockets.append(listener)
         undo.pop_all()
-    return sockets, f"{host}:{port}"
+    return sockets, f"{listen.rpartition(':')[0]}:{port}"
 
 
 def _listen_unix(path: str) -> socket.socket:

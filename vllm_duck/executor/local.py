@@ -14,14 +14,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_duck.errors import DuckConfigError, DuckTimeout, DuckUnavailable
+from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint
+from vllm_duck.errors import DuckTimeout, DuckUnavailable
 from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.endpoints import UNIX_PREFIX
-from vllm_duck.executor.process import (
-    allowed_cpus,
-    clean_environment,
-    resident_bytes,
-)
+from vllm_duck.executor.cpus import allowed_cpus, within_quota
+from vllm_duck.executor.process import clean_environment, resident_bytes
 from vllm_duck.executor.shards import ShardPlan
 from vllm_duck.executor.split_format import split_directories
 from vllm_duck.executor.temporary import temporary_directory
@@ -35,8 +32,6 @@ DEFAULT_START_S = 3600.0
 _STOP_GRACE_S = 10.0
 # Of the directories that LocalDucks makes for sockets, and removes.
 PRIVATE_PREFIX = "vllm-duck-sockets-"
-# sun_path holds 108 bytes, the last of them zero.
-_MAX_SOCKET_PATH = 107
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,8 @@ class LocalDucks:
             plan, and takes neither num_ducks nor plan.
         plan: instead of an even split between `num_ducks`.
         listen: one endpoint a duck, instead of sockets in a private directory.
-        num_threads: of each duck's kernel; by default they share out the cpus.
+        num_threads: of each duck's kernel; by default they share out the cpus, or what
+            this process's cgroup may use of them.
         cpus: for the ducks; by default all that the container allows, although
             vLLM pins its worker, and children inherit that.
         weight_format: "int8" or "int4" to hold the experts in fewer bits.
@@ -84,7 +80,7 @@ class LocalDucks:
         """
         sources = _sources(Path(model_dir), plan, num_ducks)
         cpus = cpus or allowed_cpus()
-        num_threads = num_threads or max(1, len(cpus) // len(sources))
+        num_threads = num_threads or max(1, within_quota(len(cpus)) // len(sources))
         with ExitStack() as undo:
             directory = None
             if listen is None:
@@ -172,20 +168,17 @@ def _even_plan(checkpoint: Checkpoint, num_ducks: int) -> ShardPlan:
 
 
 def _socket_endpoints(directory: Path, num_ducks: int) -> list[str]:
-    endpoints = [f"{UNIX_PREFIX}{directory}/{index}" for index in range(num_ducks)]
-    longest = len(endpoints[-1].removeprefix(UNIX_PREFIX))
-    if longest > _MAX_SOCKET_PATH:
-        raise DuckConfigError(
-            f"a socket's path has at most {_MAX_SOCKET_PATH} bytes, and one in "
-            f"{directory} has {longest}; set TMPDIR to a shorter directory"
-        )
-    return endpoints
+    return [
+        check_endpoint(f"{UNIX_PREFIX}{directory}/{index}")
+        for index in range(num_ducks)
+    ]
 
 
 def _spawn(source: Sequence[str], endpoint: str, flags: Sequence[str]) -> _Child:
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "vllm_duck.cli", "serve", *source),
+            # -P: nothing is imported from the directory that the user happens to be in.
+            *(sys.executable, "-P", "-m", "vllm_duck.cli", "serve", *source),
             f"--listen={endpoint}",
             "--child",
             *flags,

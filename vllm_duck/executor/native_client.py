@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vllm_duck.endpoints import check_endpoint
 from vllm_duck.errors import (
     DuckError,
     DuckProtocolError,
@@ -20,9 +21,9 @@ from vllm_duck.errors import (
 from vllm_duck.executor import _stream
 from vllm_duck.executor.codec import NUMPY_DTYPE, ReplyStatus
 from vllm_duck.executor.duck import CallTimes, MoeReply, MoeRequest, ReplyDtype
-from vllm_duck.executor.endpoints import check_endpoint
 from vllm_duck.executor.fan_out import DuckStatistics, summary
 from vllm_duck.executor.grpc_errors import error_of_reply, error_of_status
+from vllm_duck.executor.identity import mismatch
 from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.executor.wire import MAX_MESSAGE_BYTES, TOKEN_PREFIX
 
@@ -30,7 +31,7 @@ from vllm_duck.executor.wire import MAX_MESSAGE_BYTES, TOKEN_PREFIX
 QUIET_S = 10.0
 
 # Failure::Kind of csrc/stream/ticket.h.
-_STATUS, _REFUSED, _TIMEOUT, _PROTOCOL, _CLOSED = range(5)
+_STATUS, _REFUSED, _TIMEOUT, _PROTOCOL, _CLOSED, _IDENTITY = range(6)
 
 
 class NativeFanOut:
@@ -40,20 +41,25 @@ class NativeFanOut:
         self,
         endpoints: Sequence[str],
         *,
+        identities: Sequence[str],
         deadline_s: float,
         reply_dtype: ReplyDtype,
         security: ClientSecurity,
         quiet_s: float = QUIET_S,
     ) -> None:
-        """quiet_s: how long a duck that owes a reply may be silent before it is pinged;
+        """identities: who must answer at each endpoint, as identity_of() says it.
+
+        quiet_s: how long a duck that owes a reply may be silent before it is pinged;
         half as long again, and its connection counts as lost.
         """
         self._names = tuple(check_endpoint(endpoint) for endpoint in endpoints)
+        self._identities = tuple(identities)
         self._deadline_s = deadline_s
         self._reply_dtype: ReplyDtype = reply_dtype
         token = security.token
         self._client = _stream.client_new(
             self._names,
+            self._identities,
             "" if token is None else TOKEN_PREFIX + token,
             deadline_s,
             quiet_s,
@@ -125,6 +131,9 @@ class NativeFanOut:
             )
         if kind == _CLOSED:
             return DuckUnavailable(f"duck {name}: {text}")
+        if kind == _IDENTITY:
+            expected = self._identities[duck_idx]
+            return DuckProtocolError(f"duck {name} {mismatch(expected, text)}")
         assert kind == _PROTOCOL, kind
         return DuckProtocolError(f"duck {name}: {text}")
 

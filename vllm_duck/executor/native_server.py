@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from vllm_duck.executor import _stream
 from vllm_duck.executor.codec import encode_info
 from vllm_duck.executor.duck import DuckInfo
+from vllm_duck.executor.identity import identity_of
 from vllm_duck.executor.listeners import open_listeners
 from vllm_duck.executor.process import resident_bytes
 from vllm_duck.executor.security import ServerSecurity
@@ -61,6 +62,7 @@ class NativeDuckServer:
             tuple(each.detach() for each in sockets),
             compute,
             "" if token is None else TOKEN_PREFIX + token,
+            identity_of(info),
             max_message_bytes,
             MAX_CONCURRENT_CALLS,
         )

@@ -3,12 +3,7 @@
 import ctypes
 import os
 import platform
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
-
-_T = TypeVar("_T")
 
 # set_mempolicy(2) by architecture; libnuma wraps it, but need not be installed.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
@@ -26,43 +21,6 @@ def resident_bytes(pid: int | str = "self") -> int:
     except OSError:
         return 0
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def run_on_cpus(function: Callable[[], _T], cpus: Collection[int]) -> _T:
-    """Run a function in a thread of its own, on these cpus.
-
-    Threads inherit the affinity of the thread that starts them, so what the function
-    starts runs on these cpus too, and the caller keeps its own affinity.
-    """
-
-    def run() -> _T:
-        set_thread_cpus(cpus)
-        return function()
-
-    with ThreadPoolExecutor(1, "duck-cpus") as pool:
-        return pool.submit(run).result()
-
-
-def allowed_cpus() -> set[int]:
-    """Every cpu that the container allows, also when the calling thread is pinned."""
-    everything = range(os.cpu_count() or 1)
-    return run_on_cpus(thread_cpus, everything)
-
-
-def thread_cpus() -> set[int]:
-    """The cpus that the calling thread may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
-def set_thread_cpus(cpus: Collection[int]) -> None:
-    """Move the calling thread, and the threads it will start, to these cpus.
-
-    The system cuts the wish down to what the container allows.
-    """
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cpus)
 
 
 def reset_memory_policy() -> None:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm_duck.endpoints import check_endpoint, is_local
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.executor.endpoints import check_endpoint, is_local
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class ServerSecurity:
                 nothing guards it.
         """
         is_guarded = self.tls_cert is not None or self.token is not None
-        if is_local(check_endpoint(endpoint)) or is_guarded or self.is_insecure:
+        check_endpoint(endpoint, is_listening=True)
+        if is_local(endpoint) or is_guarded or self.is_insecure:
             return
         raise DuckConfigError(
             f"listening on {endpoint} opens the duck to the network: give --tls-cert "

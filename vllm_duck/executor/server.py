@@ -13,14 +13,16 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from vllm_duck.endpoints import UNIX_PREFIX
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
 from vllm_duck.executor.codec import ChecksumError, encode_info
 from vllm_duck.executor.duck import DuckInfo, MoeFunction
-from vllm_duck.executor.endpoints import UNIX_PREFIX
 from vllm_duck.executor.forward_stream import ForwardStream, Kernel
+from vllm_duck.executor.identity import identity_of
 from vllm_duck.executor.process import resident_bytes
 from vllm_duck.executor.security import ServerSecurity
 from vllm_duck.executor.wire import (
+    IDENTITY_METADATA_KEY,
     MAX_MESSAGE_BYTES,
     SERVICE,
     TOKEN_METADATA_KEY,
@@ -95,6 +97,9 @@ class DuckServer:
             if self._is_stopping:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the duck is shutting down")
             self._streams.add(stream)
+        # At once, for the host waits for it.
+        identity = identity_of(self._info)
+        context.send_initial_metadata(((IDENTITY_METADATA_KEY, identity),))
         try:
             yield from stream
         except ChecksumError as error:
@@ -128,7 +133,8 @@ class _TokenInterceptor(grpc.ServerInterceptor):
 
     def __init__(self, token: str) -> None:
         self._expected = (TOKEN_PREFIX + token).encode()
-        self._refuse = grpc.unary_unary_rpc_method_handler(_refuse_token)
+        # For calls of every kind: it waits for no message.
+        self._refuse = grpc.stream_stream_rpc_method_handler(_refuse_token)
 
     def intercept_service(
         self, continuation: Callable[..., Any], details: grpc.HandlerCallDetails
@@ -141,7 +147,9 @@ class _TokenInterceptor(grpc.ServerInterceptor):
         return self._refuse
 
 
-def _refuse_token(request: bytes, context: grpc.ServicerContext) -> bytes:
+def _refuse_token(
+    messages: Iterator[bytes], context: grpc.ServicerContext
+) -> Iterator[bytes]:
     context.abort(
         grpc.StatusCode.UNAUTHENTICATED, "the duck's token is missing or wrong"
     )

@@ -31,7 +31,9 @@ from vllm_duck.executor.tensor_reader import NUMPY_DTYPES
 
 MANIFEST_FILE = SPLIT_MANIFEST_FILE
 CONFIG_FILE = "config.json"
-FORMAT = "vllm_duck.split/1"
+FORMAT = "vllm_duck.split/2"
+# Its fingerprint says nothing of the weights.
+_OLD_FORMAT = "vllm_duck.split/1"
 
 _ALIGNMENT = 4096
 
@@ -174,6 +176,8 @@ class Manifest:
         path = directory / MANIFEST_FILE
         try:
             data = json.loads(path.read_text())
+            if data["format"] == _OLD_FORMAT:
+                raise _old_split(path)
             if data["format"] != FORMAT:
                 raise ValueError(f'format {data["format"]!r}, expected "{FORMAT}"')
             model = ModelSummary(**data["model"])
@@ -185,11 +189,20 @@ class Manifest:
             )
         except OSError as error:
             raise DuckCheckpointError(f"cannot read {path}: {error.strerror}") from None
+        except DuckCheckpointError:
+            raise
         except (DuckConfigError, KeyError, TypeError, ValueError) as error:
             raise DuckCheckpointError(
                 f"{path} must be the manifest of a split directory, and is damaged: "
                 f"{error}; copy it again"
             ) from error
+
+
+def _old_split(path: Path) -> DuckCheckpointError:
+    return DuckCheckpointError(
+        f"{path} must be of {FORMAT}, got {_OLD_FORMAT}, whose model fingerprint does "
+        "not cover the weights; remove the directory and split the model again"
+    )
 
 
 def is_split_directory(directory: str | Path) -> bool:

@@ -4,15 +4,14 @@ A journal is a file of JSON lines: first what is being split and how, then one l
 each layer whose files are whole and on the disk. A torn last line counts as none.
 """
 
-import fcntl
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from vllm_duck.errors import DuckConfigError
+from vllm_duck.executor.optional_calls import lock, sync
 from vllm_duck.executor.split_format import FileRecord
 
 JOURNAL_FILE = "split-journal.jsonl"
@@ -56,7 +55,10 @@ class SplitJournal:
         self, out_dir: Path, identity: dict[str, Any]
     ) -> dict[int, tuple[FileRecord, ...]]:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(
+                self._file.fileno(),
+                lost="do not start a second split into the same directory",
+            )
         except BlockingIOError:
             raise DuckConfigError(f"another split is writing into {out_dir}") from None
         self._file.seek(0)
@@ -85,7 +87,7 @@ class SplitJournal:
     def _write(self, entry: dict[str, Any]) -> None:
         self._file.write(_line(entry))
         self._file.flush()
-        os.fsync(self._file.fileno())
+        sync(self._file.fileno())
 
 
 def _line(entry: dict[str, Any]) -> bytes:

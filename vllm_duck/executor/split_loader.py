@@ -5,6 +5,7 @@ checksum and are packed straight from the read buffer. So loading needs, besides
 weights, one expert's slice for each thread.
 """
 
+import contextlib
 import mmap
 import os
 import time
@@ -174,7 +175,9 @@ def _expect_sequential(file: FileIO) -> None:
     Asking for ranges ourselves (WILLNEED) was slower: 1.1 instead of 1.5 GB/s.
     """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        # A hint: a file system that takes none serves as well.
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 def _fill(buffer: memoryview, file: FileIO, path: Path) -> None:

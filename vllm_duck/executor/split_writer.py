@@ -88,7 +88,8 @@ def split_checkpoint(
         kept, written = writer.run(show_progress)
     except OSError as error:
         raise DuckCheckpointError(
-            f"the split into {out_dir} stopped: {error}; the same command continues it"
+            f"the split into {out_dir} stopped: {error}; once that is mended, the same "
+            "command continues it"
         ) from error
     return SplitReport(writer.directories, written, kept, time.monotonic() - start_s)
 

@@ -2,19 +2,21 @@
 
 The owner holds a lock on its directory, which the system drops when the process ends,
 however it ends. A directory without its lock is nobody's, and the next process that
-makes one removes it.
+makes one removes it. Where the file system has no locks, such a directory stays.
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
+from vllm_duck.executor.optional_calls import lock
+
 # Younger ones may be about to be locked.
 _MIN_AGE_S = 60.0
+_LOST = "what a killed process leaves in the temporary directory is not removed"
 
 
 def temporary_directory(prefix: str) -> Path:
@@ -26,7 +28,7 @@ def temporary_directory(prefix: str) -> Path:
         _remove_if_left(path)
     path = Path(tempfile.mkdtemp(prefix=prefix))
     # Never closed: it is the lock.
-    fcntl.flock(os.open(path, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
+    lock(os.open(path, os.O_RDONLY | os.O_CLOEXEC), lost=_LOST)
     return path
 
 
@@ -37,7 +39,7 @@ def _remove_if_left(path: Path) -> None:
         try:
             if time.time() - os.fstat(descriptor).st_mtime < _MIN_AGE_S:
                 return
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path)
+            if lock(descriptor, lost=_LOST):
+                shutil.rmtree(path)
         finally:
             os.close(descriptor)

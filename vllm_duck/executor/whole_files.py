@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vllm_duck.executor.checksums import FileDigest
+from vllm_duck.executor.optional_calls import sync
 from vllm_duck.executor.split_format import FileRecord, LayerLayout
 
 
@@ -64,10 +65,10 @@ def _partial(path: Path) -> Path:
 def _finish_file(file: BinaryIO, path: Path) -> None:
     """Give a file its name once its bytes are on the disk."""
     file.flush()
-    os.fsync(file.fileno())
+    sync(file.fileno())
     _partial(path).rename(path)
     directory_fd = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(directory_fd)
+        sync(directory_fd)
     finally:
         os.close(directory_fd)

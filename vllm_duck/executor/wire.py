@@ -8,6 +8,9 @@ FORWARD_METHOD = f"/{SERVICE}/Forward"
 # default of 4 MiB breaks at 293 rows.
 MAX_MESSAGE_BYTES = 256 * 2**20
 
+# In the headers that a Forward stream opens with, see identity.py.
+IDENTITY_METADATA_KEY = "duck-identity"
+
 # The metadata key of the shared secret, and how its value starts.
 TOKEN_METADATA_KEY = "authorization"
 TOKEN_PREFIX = "Bearer "

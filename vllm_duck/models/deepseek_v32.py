@@ -6,7 +6,7 @@ from typing import cast
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 
-from vllm_duck.config import DuckConfig
+from vllm_duck.config import HandOver
 from vllm_duck.executor.duck import Ducks
 from vllm_duck.models.backend import (
     HostBackend,
@@ -17,13 +17,14 @@ from vllm_duck.models.backend import (
 )
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
+from vllm_duck.models.kv_format import KvDtype
 from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope
 
 
 class Trunk(nn.Module):
     def __init__(
-        self, dims: Dimensions, config: DuckConfig, prefix: str, backend: HostBackend
+        self, dims: Dimensions, kv_dtype: KvDtype, prefix: str, backend: HostBackend
     ) -> None:
         super().__init__()
         self.backend = backend
@@ -32,7 +33,7 @@ class Trunk(nn.Module):
         self.run_remote_layers: LayerRunner = run_layers
         self.embed_tokens = backend.embedding(dims.vocab_size, dims.hidden_size)
         caches = [
-            LayerCaches.of(dims, config.kv_dtype, f"{prefix}.layers.{i}.self_attn")
+            LayerCaches.of(dims, kv_dtype, f"{prefix}.layers.{i}.self_attn")
             for i in range(dims.num_hidden_layers)
         ]
         self.first_caches = caches[0]
@@ -65,9 +66,9 @@ class DeepseekV32ForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.dims = Dimensions.from_hf_config(vllm_config.model_config.hf_config)
-        config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
         self.backend = host_backend()
-        self.model = Trunk(self.dims, config, "model", self.backend)
+        kv_dtype = HandOver.of(vllm_config).kv_dtype
+        self.model = Trunk(self.dims, kv_dtype, "model", self.backend)
         self.lm_head = self.backend.head(self.dims.vocab_size, self.dims.hidden_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:

@@ -1,9 +1,54 @@
 """The sizes of a DeepSeek-V3.2 model, read once from its Hugging Face config."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_duck.errors import DuckConfigError
+
+# Keys of config.json that change what the model computes, and the one value that is
+# computed here. Absent and null are fine.
+# Sources: transformers 5.19.0, DeepseekV3Config and DeepseekV32Config; vLLM 0.32.0,
+# models/deepseek_v32 and model_executor/models/deepseek_v2.py.
+_REQUIRED: dict[str, object] = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "is_causal": True,
+    # Of the main attention, and of the indexer: its weights are permuted for it.
+    "rope_interleave": True,
+    "indexer_rope_interleave": False,
+    # Layers that take another layer's choice of tokens, as in GLM-5.
+    "index_topk_freq": 1,
+    "index_topk_pattern": None,
+    "indexer_types": None,
+    "sliding_window": None,
+    "rswa_window": None,
+    "swiglu_limit": None,
+}
+_ATTENTION_TYPE = "indexed_attention"
+# The same for keys of the rope parameters that are not read.
+_REQUIRED_ROPE: dict[str, object] = {
+    "attention_factor": None,
+    "attn_factor": 1,
+    "extrapolation_factor": 1,
+    "partial_rotary_factor": 1,
+    "truncate": True,
+}
+_ROPE_KEYS = (
+    "rope_theta",
+    "rope_type",
+    "type",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 @dataclass(frozen=True)
@@ -62,16 +107,10 @@ class Dimensions:
         Raises:
             DuckConfigError: a value that this model does not support.
         """
-        _require(config, "scoring_func", "sigmoid")
-        _require(config, "topk_method", "noaux_tc")
-        _require(config, "hidden_act", "silu")
-        if getattr(config, "attention_bias", False):
-            raise DuckConfigError(
-                "config.json: attention_bias must be false, got true; "
-                "DeepSeek-V3.2 has no attention biases"
-            )
-        values = {
-            name: getattr(config, name)
+        for name, expected in _REQUIRED.items():
+            _require(name, getattr(config, name, None), expected)
+        values: dict[str, Any] = {
+            name: getattr(config, name, None)
             for name in cls.__dataclass_fields__
             if name not in ("rope", "moe_layer_freq", "num_nextn_predict_layers")
         }
@@ -81,18 +120,50 @@ class Dimensions:
             num_nextn_predict_layers=getattr(config, "num_nextn_predict_layers", 0),
             rope=read_rope(config),
         )
-        if dimensions.n_routed_experts % dimensions.n_group:
-            raise DuckConfigError(
-                f"config.json: n_routed_experts must be a multiple of n_group, got "
-                f"{dimensions.n_routed_experts} and {dimensions.n_group}"
-            )
+        dimensions._check_layer_types(config)
         return dimensions
+
+    def __post_init__(self) -> None:
+        for name, field in self.__dataclass_fields__.items():
+            value, least = getattr(self, name), int(name not in _MAY_BE_ZERO)
+            if field.type is int and (type(value) is not int or value < least):
+                _refuse(name, f"an integer >= {least}", value)
+            if field.type is float and type(value) not in (int, float):
+                _refuse(name, "a number", value)
+            if field.type is bool and type(value) is not bool:
+                _refuse(name, "true or false", value)
+        group_size, rest = divmod(self.n_routed_experts, self.n_group)
+        if rest or group_size < 2:
+            _refuse(
+                "n_routed_experts",
+                f"a multiple of n_group {self.n_group}, two in each group",
+                self.n_routed_experts,
+            )
+        if self.topk_group > self.n_group:
+            _refuse("topk_group", f"<= n_group {self.n_group}", self.topk_group)
+        if self.num_experts_per_tok > self.topk_group * group_size:
+            _refuse(
+                "num_experts_per_tok",
+                f"<= {self.topk_group * group_size}, the experts of topk_group groups",
+                self.num_experts_per_tok,
+            )
 
     def is_moe_layer(self, layer_idx: int) -> bool:
         return (
             layer_idx >= self.first_k_dense_replace
             and layer_idx % self.moe_layer_freq == 0
         )
+
+    def _check_layer_types(self, config: Any) -> None:
+        """The lists that newer configs have beside the numbers must say the same."""
+        layers = range(self.num_hidden_layers)
+        mlps = ["sparse" if self.is_moe_layer(i) else "dense" for i in layers]
+        _require("mlp_layer_types", getattr(config, "mlp_layer_types", None), mlps)
+        attentions = [_ATTENTION_TYPE for _ in layers]
+        _require("layer_types", getattr(config, "layer_types", None), attentions)
+
+
+_MAY_BE_ZERO = ("num_nextn_predict_layers", "first_k_dense_replace")
 
 
 def read_rope(config: Any) -> RopeSettings:
@@ -102,21 +173,24 @@ def read_rope(config: Any) -> RopeSettings:
     (transformers 5), or `rope_theta` alone (plain rope).
 
     Raises:
-        DuckConfigError: a rope type other than plain and YaRN.
+        DuckConfigError: a rope type other than plain and YaRN, or a key of it that
+            would change the rotation and is not read.
     """
     parameters = getattr(config, "rope_parameters", None)
     parameters = parameters or getattr(config, "rope_scaling", None) or {}
     theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
     if theta is None:
-        raise DuckConfigError("config.json: rope_theta must be set, got nothing")
+        _refuse("rope_theta", "set", None)
+    _check_rope_keys(parameters)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return RopeSettings(theta=float(theta))
     # vLLM renames "yarn" to "deepseek_yarn" for models of this family.
     if kind not in ("yarn", "deepseek_yarn"):
-        raise DuckConfigError(
-            f'config.json: the rope type must be "yarn" or absent, got {kind!r}'
-        )
+        _refuse("the rope type", '"yarn" or absent', kind)
+    for name in ("factor", "original_max_position_embeddings"):
+        if not parameters.get(name):
+            _refuse(f"{name} of the rope", "set for YaRN", parameters.get(name))
     return RopeSettings(
         theta=float(theta),
         factor=float(parameters["factor"]),
@@ -128,7 +202,19 @@ def read_rope(config: Any) -> RopeSettings:
     )
 
 
-def _require(config: Any, name: str, expected: object) -> None:
-    got = getattr(config, name, expected)
-    if got != expected:
-        raise DuckConfigError(f"config.json: {name} must be {expected!r}, got {got!r}")
+def _check_rope_keys(parameters: Mapping[str, Any]) -> None:
+    for name, value in parameters.items():
+        if name not in _ROPE_KEYS:
+            _require(f"{name} of the rope", value, _REQUIRED_ROPE.get(name))
+
+
+def _require(name: str, got: object, expected: object) -> None:
+    if got is not None and got != expected:
+        _refuse(name, "absent" if expected is None else repr(expected), got)
+
+
+def _refuse(name: str, expected: str, got: object) -> NoReturn:
+    raise DuckConfigError(
+        f"config.json: {name} must be {expected}, got {got!r}; duck computes "
+        "DeepSeek-V3.2 alone"
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 
-from vllm_duck.config import DuckConfig
+from vllm_duck.config import HandOver
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import Ducks
 from vllm_duck.models.backend import Embedding, Head, host_backend
@@ -31,9 +31,10 @@ class DeepseekV32Mtp(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        model_config = vllm_config.speculative_config.draft_model_config
+        # The target's: --hf-overrides and --hf-config-path reach no draft's config.
+        model_config = vllm_config.speculative_config.target_model_config
         dims = self.dims = Dimensions.from_hf_config(model_config.hf_config)
-        config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
+        kv_dtype = HandOver.of(vllm_config).kv_dtype
         backend = self.backend = host_backend()
         self.layer_idx = dims.num_hidden_layers
         self.prefix = f"model.layers.{self.layer_idx}"
@@ -48,7 +49,7 @@ class DeepseekV32Mtp(nn.Module):
         self.embed_norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
         self.hidden_norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
         self.projection = backend.linear(2 * dims.hidden_size, dims.hidden_size)
-        self.caches = LayerCaches.of(dims, config.kv_dtype, f"{self.prefix}.self_attn")
+        self.caches = LayerCaches.of(dims, kv_dtype, f"{self.prefix}.self_attn")
         self.layer = backend.layer(dims, self.layer_idx, self.caches)
         self.head_norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
         self.rope = Rope(dims.rope, dims.qk_rope_head_dim)

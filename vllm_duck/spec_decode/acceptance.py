@@ -24,10 +24,8 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_duck.spec_decode.distributions import accepts, residual
-from vllm_duck.spec_decode.drafts import Draft
+from vllm_duck.spec_decode.drafts import NO_TOKEN, Draft
 from vllm_duck.spec_decode.plain_sampler import PlainSampler, Row
-
-NO_TOKEN = -1
 
 
 @dataclass(frozen=True)

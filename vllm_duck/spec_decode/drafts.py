@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# Where there is no token: in what a request takes, and in a row that vLLM pads.
+NO_TOKEN = -1
+
 
 @dataclass(frozen=True)
 class Draft:

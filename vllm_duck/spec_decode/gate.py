@@ -9,6 +9,7 @@ acceptance for each request.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_duck.spec_decode.drafts import NO_TOKEN
 from vllm_duck.spec_decode.two_ways import TwoWays
 
 # How fast a request's acceptance follows its latest drafts.
@@ -60,6 +61,18 @@ class DraftGate:
         request = self._request(req_id)
         request.acceptance += _WEIGHT * (is_accepted - request.acceptance)
         self._typical += _TYPICAL_WEIGHT * (is_accepted - self._typical)
+
+    def observe_verified(
+        self, req_id: str, scheduled: Sequence[int], num_taken: int
+    ) -> None:
+        """A request's drafts got rows, and it took so many tokens of the step.
+
+        vLLM fills rows up with NO_TOKEN, for example where a prompt of one token joins
+        requests that draft: nobody drafted that.
+        """
+        for depth, token_id in enumerate(scheduled):
+            if token_id != NO_TOKEN:
+                self.observe_draft(req_id, num_taken > 1 + depth)
 
     def forget(self, req_id: str) -> None:
         self._requests.pop(req_id, None)

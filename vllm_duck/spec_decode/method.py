@@ -4,7 +4,6 @@ vLLM knows the method as its own "mtp", with drafts sampled from their distribut
 the rejected rows cut out of the draft batch.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from vllm_duck.errors import DuckConfigError
@@ -17,23 +16,68 @@ _SETTINGS: dict[str, Any] = {
     "disable_padded_drafter_batch": True,
     "draft_sample_method": "probabilistic",
 }
-# What vLLM itself writes into the settings.
-_OF_VLLM = ("target_model_config", "target_parallel_config")
+# Flag, attribute of vLLM's EngineArgs, key of its --speculative-config.
+_SHORT_FORMS = (
+    ("--spec-method", "spec_method", "method"),
+    ("--spec-model", "spec_model", "model"),
+    ("--spec-tokens", "spec_tokens", "num_speculative_tokens"),
+)
 
 
-def is_duck_method(settings: Mapping[str, Any] | None) -> bool:
-    """Whether a --speculative-config asks for duck_mtp1."""
-    return settings is not None and settings.get("method") == METHOD
+def is_asked_for(args: Any) -> bool:
+    """Whether EngineArgs ask for duck_mtp1."""
+    named = (args.speculative_config or {}).get("method")
+    return METHOD in (args.spec_method, named)
 
 
-def vllm_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The settings for vLLM; None stands for the method alone.
+def vllm_settings(args: Any, *, is_shadow: bool) -> dict[str, Any] | None:
+    """The --speculative-config for vLLM; None where no MTP layer is wanted.
+
+    is_shadow: the layer runs without its drafts being used.
 
     Raises:
-        DuckConfigError: a setting that the method contradicts or has no use for.
+        DuckConfigError: another method, or a setting that this one contradicts or has
+            no use for.
     """
-    for key, value in (settings or {}).items():
-        name = key.replace("-", "_")
+    settings = _given(args)
+    if settings:
+        _check(settings, is_shadow=is_shadow)
+    elif not is_shadow:
+        return None
+    return {"method": "mtp", **_SETTINGS}
+
+
+def _given(args: Any) -> dict[str, Any]:
+    """What a user wrote, in the long form or the short one."""
+    settings = {
+        key.replace("-", "_"): value
+        for key, value in (args.speculative_config or {}).items()
+    }
+    for flag, attribute, key in _SHORT_FORMS:
+        value = getattr(args, attribute)
+        if value is None:
+            continue
+        if key in settings:
+            raise DuckConfigError(
+                f"{flag} must be absent where --speculative-config has {key!r}, got "
+                f"{value!r} beside {settings[key]!r}; drop {flag}"
+            )
+        settings[key] = value
+    return settings
+
+
+def _check(settings: dict[str, Any], *, is_shadow: bool) -> None:
+    if settings.get("method") != METHOD:
+        raise DuckConfigError(
+            f"duck needs --speculative-config to be absent or to name the method "
+            f"{METHOD}, got {settings!r}"
+        )
+    if is_shadow:
+        raise DuckConfigError(
+            f"duck.mtp_shadow decodes plainly, got it beside {METHOD}, which drafts; "
+            "drop mtp_shadow or --speculative-config"
+        )
+    for name, value in settings.items():
         if name == "method":
             continue
         if name not in _SETTINGS:
@@ -46,10 +90,3 @@ def vllm_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"{METHOD} needs {name} to be {_SETTINGS[name]!r}, got {value!r}; "
                 f"drop it from --speculative-config"
             )
-    return {"method": "mtp", **_SETTINGS}
-
-
-def is_rewritten(settings: Mapping[str, Any] | None) -> bool:
-    """Whether these are `vllm_settings` of an earlier call."""
-    own = {k: v for k, v in (settings or {}).items() if k not in _OF_VLLM}
-    return own == vllm_settings(None)

@@ -25,7 +25,7 @@ from vllm_duck.executor.duck import Ducks
 from vllm_duck.models.backend import host_backend
 from vllm_duck.spec_decode.acceptance import DuckRejectionSampler, VerifyBatch
 from vllm_duck.spec_decode.confirmed import confirmed_rows
-from vllm_duck.spec_decode.drafts import Draft, DraftBook
+from vllm_duck.spec_decode.drafts import NO_TOKEN, Draft, DraftBook
 from vllm_duck.spec_decode.gate import DraftGate
 from vllm_duck.spec_decode.lanes.policy import LanePolicy
 from vllm_duck.spec_decode.lanes.run import Lanes
@@ -40,7 +40,8 @@ class StepClock:
 
     num_reqs: int = 0
     num_drafts: int = 0
-    # Whether no request is in its prompt.
+    # Whether no request is in its prompt, and every row has a token: what a step with
+    # vLLM's padding takes says nothing about drafts.
     is_decoding: bool = False
     begin_s: float = 0.0
 
@@ -49,10 +50,12 @@ class StepClock:
         num_reqs = len(scheduler_output.num_scheduled_tokens)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         num_drafts = sum(map(len, drafts.values()))
+        num_rows = scheduler_output.total_num_scheduled_tokens
+        is_padded = any(NO_TOKEN in tokens for tokens in drafts.values())
         return cls(
             num_reqs,
             num_drafts,
-            scheduler_output.total_num_scheduled_tokens == num_reqs + num_drafts,
+            num_rows == num_reqs + num_drafts and not is_padded,
             time.perf_counter(),
         )
 
@@ -65,7 +68,7 @@ class DuckModelRunner(CPUModelRunner):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        config = DuckConfig.from_settings(vllm_config.additional_config["duck"], {})
+        config = DuckConfig.of(vllm_config)
         self.lanes = Lanes(host_backend(), LanePolicy(config.overlap))
         self.drafts = DraftBook()
         self.shadow: Shadow | None = None
@@ -225,8 +228,7 @@ class DuckModelRunner(CPUModelRunner):
         """Tell the gate which drafts were accepted."""
         taken = (output.sampled_token_ids >= 0).sum(1).tolist()
         for i, req_id in self._sampling_reqs():
-            for depth in range(len(batch.scheduled[i])):
-                gate.observe_draft(req_id, taken[i] > 1 + depth)
+            gate.observe_verified(req_id, batch.scheduled[i], taken[i])
 
     def _keep_drafts(self, drafted: Drafted) -> None:
         """Remember what drafts of requests without a seed were drawn from."""

@@ -1,6 +1,8 @@
 """Lanes: which rows go where, why a step stays whole, and that no bit changes."""
 
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.cpu.step import CpuStep
 from vllm_duck.models.cpu.threads import from_bits, to_bits
 from vllm_duck.models.rope import Rope
+from vllm_duck.spec_decode.lanes import run
 from vllm_duck.spec_decode.lanes import split as split_module
+from vllm_duck.spec_decode.lanes.policy import SLOWER
 from vllm_duck.spec_decode.lanes.split import Split, split
 
 
@@ -193,3 +197,12 @@ def _seen_slots(batch: AttentionBatch) -> set[int]:
         for position in range(request.first_visible + request.num_rows - 1):
             seen.add(row[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
     return seen
+
+
+def test_the_page_names_every_reason_of_a_serial_step():
+    page = (Path(__file__).parents[3] / "docs" / "lanes.md").read_text()
+    sources = (Path(module.__file__).read_text() for module in (split_module, run))
+    returned = [r for text in sources for r in re.findall(r'return "(.+)"', text)]
+    assert len(returned) == 4
+    for reason in (SLOWER, *returned):
+        assert f"`{reason}`" in page

@@ -3,6 +3,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <exception>
@@ -14,7 +15,16 @@ namespace duck::binding {
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  // When the interpreter ends, Python before 3.14 ends a daemon thread here, by
+  // unwinding its stack: destructors would run without the GIL, and this one may not be
+  // left that way. As from 3.14 on, the thread stands still until the process ends.
+  ~WithoutGil() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      for (;;) ::pause();
+    }
+  }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 
@@ -83,20 +93,35 @@ inline PyObject* raise(const std::exception& error) {
   return nullptr;
 }
 
+// What Python calls: an exception of `function` becomes Python's. It may not leave
+// through the interpreter's C, where it would end the process.
+template <auto function, class... Args>
+PyObject* guarded(Args... args) {
+  try {
+    return function(args...);
+  } catch (const std::exception& error) {
+    return raise(error);
+  }
+}
+
 using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
 
-inline PyMethodDef fast(const char* name, FastFunction function) {
-  auto* erased = reinterpret_cast<void (*)()>(function);
+template <FastFunction function>
+PyMethodDef fast(const char* name) {
+  FastFunction entry = guarded<function, PyObject*, PyObject* const*, Py_ssize_t>;
+  auto* erased = reinterpret_cast<void (*)()>(entry);
   return {name, reinterpret_cast<PyCFunction>(erased), METH_FASTCALL, nullptr};
 }
 
 // Of one argument.
-inline PyMethodDef single(const char* name, PyCFunction function) {
-  return {name, function, METH_O, nullptr};
+template <PyCFunction function>
+PyMethodDef single(const char* name) {
+  return {name, guarded<function, PyObject*, PyObject*>, METH_O, nullptr};
 }
 
-inline PyMethodDef no_args(const char* name, PyCFunction function) {
-  return {name, function, METH_NOARGS, nullptr};
+template <PyCFunction function>
+PyMethodDef no_args(const char* name) {
+  return {name, guarded<function, PyObject*, PyObject*>, METH_NOARGS, nullptr};
 }
 
 // Called once, by the module's init function.

@@ -105,14 +105,10 @@ PyObject* refusal_to_bytes(PyObject*, PyObject* const* args, Py_ssize_t num_args
     return nullptr;
   const char* error = PyUnicode_AsUTF8AndSize(args[2], &size);
   if (!error) return nullptr;
-  try {
-    auto payload = encode_refusal(request_id, ForwardStatus(status),
-                                  std::string(error, size_t(size)));
-    return PyBytes_FromStringAndSize(reinterpret_cast<char*>(payload->message()),
-                                     Py_ssize_t(payload->message_bytes()));
-  } catch (const std::exception& failure) {
-    return raise(failure);
-  }
+  auto payload = encode_refusal(request_id, ForwardStatus(status),
+                                std::string(error, size_t(size)));
+  return PyBytes_FromStringAndSize(reinterpret_cast<char*>(payload->message()),
+                                   Py_ssize_t(payload->message_bytes()));
 }
 
 template <class View>
@@ -168,11 +164,11 @@ PyObject* reply_from_bytes(PyObject*, PyObject* object) {
 
 std::vector<PyMethodDef> codec_functions() {
   return {
-      fast("encode_request", request_to_bytes),
-      fast("encode_reply", reply_to_bytes),
-      fast("encode_refusal", refusal_to_bytes),
-      single("parse_request", request_from_bytes),
-      single("parse_reply", reply_from_bytes),
+      fast<request_to_bytes>("encode_request"),
+      fast<reply_to_bytes>("encode_reply"),
+      fast<refusal_to_bytes>("encode_refusal"),
+      single<request_from_bytes>("parse_request"),
+      single<reply_from_bytes>("parse_reply"),
   };
 }
 

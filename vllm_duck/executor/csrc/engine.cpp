@@ -44,6 +44,9 @@ void Buffer::Free::operator()(void* at) const { std::free(at); }
 void* Buffer::reserve(size_t num_bytes) {
   if (num_bytes > size_) {
     size_t size = (num_bytes + num_bytes / 4 + 63) / 64 * 64;
+    // Empty first: a call that finds no memory must leave nothing that looks like some.
+    size_ = 0;
+    data_.reset();
     data_.reset(std::aligned_alloc(64, size));
     if (!data_) throw std::bad_alloc();
     size_ = size;

@@ -28,12 +28,8 @@ PyObject* engine_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   }
   const KernelTable* kernels = find_kernels(isa);
   if (!kernels) Py_RETURN_NONE;
-  try {
-    return PyCapsule_New(new Engine(kernels, num_threads, cpus), kEngineName,
-                         destroy<Engine>);
-  } catch (const std::exception& error) {
-    return raise(error);
-  }
+  return PyCapsule_New(new Engine(kernels, num_threads, cpus), kEngineName,
+                       destroy<Engine>);
 }
 
 PyObject* engine_isa(PyObject*, PyObject* capsule) {
@@ -117,11 +113,9 @@ PyObject* engine_forward(PyObject*, PyObject* const* args, Py_ssize_t num_args) 
                range[0],
                is_fp32 ? out.data<float>() : nullptr,
                is_fp32 ? nullptr : out.data<uint16_t>()};
-  try {
+  {
     WithoutGil released;
     engine->forward(call);
-  } catch (const std::exception& error) {
-    return raise(error);
   }
   Py_RETURN_NONE;
 }
@@ -180,12 +174,12 @@ PyObject* shard_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
 
 std::vector<PyMethodDef> engine_functions() {
   return {
-      fast("engine_new", engine_new),
-      single("engine_isa", engine_isa),
-      fast("engine_first_touch", engine_first_touch),
-      fast("engine_read_weights", engine_read_weights),
-      fast("forward", engine_forward),
-      fast("shard_new", shard_new),
+      fast<engine_new>("engine_new"),
+      single<engine_isa>("engine_isa"),
+      fast<engine_first_touch>("engine_first_touch"),
+      fast<engine_read_weights>("engine_read_weights"),
+      fast<engine_forward>("forward"),
+      fast<shard_new>("shard_new"),
   };
 }
 

@@ -14,11 +14,7 @@ PyObject* layer_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   int v[5];
   if (!require_args(num_args, 5) || !read_ints(args, 5, v)) return nullptr;
   LayerShape shape = {v[0], v[1], v[2], v[3], Format(v[4])};
-  try {
-    return PyCapsule_New(new Layer(shape), kLayerName, destroy<Layer>);
-  } catch (const std::exception& error) {
-    return raise(error);
-  }
+  return PyCapsule_New(new Layer(shape), kLayerName, destroy<Layer>);
 }
 
 PyObject* layer_resident_bytes(PyObject*, PyObject* capsule) {
@@ -114,11 +110,11 @@ PyObject* quantize_matrix(PyObject*, PyObject* const* args, Py_ssize_t num_args)
 
 std::vector<PyMethodDef> layer_functions() {
   return {
-      fast("layer_new", layer_new),
-      fast("layer_load", layer_load),
-      single("layer_resident_bytes", layer_resident_bytes),
-      single("layer_first_missing", layer_first_missing),
-      fast("quantize", quantize_matrix),
+      fast<layer_new>("layer_new"),
+      fast<layer_load>("layer_load"),
+      single<layer_resident_bytes>("layer_resident_bytes"),
+      single<layer_first_missing>("layer_first_missing"),
+      fast<quantize_matrix>("quantize"),
   };
 }
 

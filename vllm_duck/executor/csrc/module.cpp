@@ -46,8 +46,8 @@ PyMODINIT_FUNC PyInit__kernel() {
   auto functions = duck::layer_functions();
   for (auto& function : duck::engine_functions()) functions.push_back(function);
   for (auto& function : duck::codec_functions()) functions.push_back(function);
-  functions.push_back(duck::binding::fast("crc32c", duck::checksum));
-  functions.push_back(duck::binding::no_args("supported_isas", duck::isa_names));
+  functions.push_back(duck::binding::fast<duck::checksum>("crc32c"));
+  functions.push_back(duck::binding::no_args<duck::isa_names>("supported_isas"));
   return duck::binding::make_module("_kernel", "See vllm_duck.executor.kernel.",
                                     std::move(functions));
 }

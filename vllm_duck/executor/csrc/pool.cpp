@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <chrono>
+#include <utility>
 
 #if defined(__linux__)
 #include <pthread.h>
@@ -54,16 +55,24 @@ void pin_to(int cpu) {
 }  // namespace
 
 Pool::Pool(int num_threads, const std::vector<int>& cpus) {
-  for (int worker = 1; worker < num_threads; ++worker) {
-    int cpu = worker < int(cpus.size()) ? cpus[worker] : -1;
-    threads_.emplace_back([this, worker, cpu] {
-      if (cpu >= 0) pin_to(cpu);
-      serve(worker);
-    });
+  try {
+    for (int worker = 1; worker < num_threads; ++worker) {
+      int cpu = worker < int(cpus.size()) ? cpus[worker] : -1;
+      threads_.emplace_back([this, worker, cpu] {
+        if (cpu >= 0) pin_to(cpu);
+        serve(worker);
+      });
+    }
+  } catch (...) {
+    // The system gives no more threads: those that run must not outlive the pool.
+    stop();
+    throw;
   }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
@@ -73,24 +82,33 @@ Pool::~Pool() {
 }
 
 void Pool::run_raw(int num_workers, const void* context, Call call) {
-  if (num_workers > 1) {
-    call_ = call;
-    context_ = context;
-    num_workers_ = num_workers;
-    // Every thread reports back, also one with no part in this job: then none can
-    // read the job's fields while the next one is written.
-    unfinished_.store(int(threads_.size()));
-    epoch_.fetch_add(1);
-    if (num_asleep_.load() > 0) {
-      // The lock orders this against a thread that is about to wait.
-      { std::lock_guard<std::mutex> lock(mutex_); }
-      wake_.notify_all();
-    }
+  if (num_workers <= 1) return call(context, 0);
+  call_ = call;
+  context_ = context;
+  num_workers_ = num_workers;
+  // Every thread reports back, also one with no part in this job: then none can
+  // read the job's fields while the next one is written.
+  unfinished_.store(int(threads_.size()));
+  epoch_.fetch_add(1);
+  if (num_asleep_.load() > 0) {
+    // The lock orders this against a thread that is about to wait.
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    wake_.notify_all();
   }
-  call(context, 0);
-  if (num_workers <= 1) return;
+  run_share(0);
+  // Also after an exception: the other shares use the caller's stack.
   auto done = [this] { return unfinished_.load() == 0; };
   while (!spin_until(done)) std::this_thread::yield();
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void Pool::run_share(int worker) {
+  try {
+    call_(context_, worker);
+  } catch (...) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) error_ = std::current_exception();
+  }
 }
 
 void Pool::serve(int worker) {
@@ -98,7 +116,7 @@ void Pool::serve(int worker) {
   unsigned seen = 0;
   while (wait_for_job(seen)) {
     seen = epoch_.load();
-    if (worker < num_workers_) call_(context_, worker);
+    if (worker < num_workers_) run_share(worker);
     unfinished_.fetch_sub(1);
   }
 }

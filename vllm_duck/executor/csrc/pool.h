@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -21,7 +22,8 @@ class Pool {
   int num_threads() const { return int(threads_.size()) + 1; }
 
   // Calls job(worker) once on each of the first `num_workers` workers and returns when
-  // all are done. One caller at a time.
+  // all are done. Then throws the first exception that one of them threw, if any. One
+  // caller at a time.
   template <class Job>
   void run(int num_workers, const Job& job) {
     run_raw(num_workers, &job, [](const void* ctx, int worker) {
@@ -33,12 +35,15 @@ class Pool {
   using Call = void (*)(const void* context, int worker);
 
   void run_raw(int num_workers, const void* context, Call call);
+  void run_share(int worker);
   void serve(int worker);
   bool wait_for_job(unsigned seen);
+  void stop();
 
   Call call_ = nullptr;
   const void* context_ = nullptr;
   int num_workers_ = 0;
+  std::exception_ptr error_;  // the first of this job; shares set it under mutex_
   std::atomic<unsigned> epoch_{0};
   std::atomic<int> unfinished_{0};
   std::atomic<int> num_asleep_{0};

@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <exception>
+#include <new>
 
 namespace duck {
 
@@ -14,6 +15,9 @@ ForwardStatus Shard::forward(void* context, const ForwardCall& call, char* error
                             call.topk_ids, call.topk_weights, int(call.num_rows),
                             int(call.num_topk), self->expert_lo_, call.out_fp32,
                             call.out_bf16});
+  } catch (const std::bad_alloc&) {
+    std::snprintf(error, error_bytes, "the duck has no memory for the request");
+    return ForwardStatus::kInternal;
   } catch (const std::exception& failure) {
     std::snprintf(error, error_bytes, "the kernel failed: %s", failure.what());
     return ForwardStatus::kInternal;

@@ -9,16 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_duck.errors import DuckShapeError
 from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.linear import Norm, StackedRows, floats, weight_parameter
 from vllm_duck.models.cpu.step import CpuStep
-from vllm_duck.models.cpu.threads import Bits, Handle, current
+from vllm_duck.models.cpu.threads import Bits, Handle, current, require_bits
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
 from vllm_duck.models.packing import HostModule
-from vllm_duck.models.rope import half_split_to_interleaved, softmax_scale
+from vllm_duck.models.rope import Rotations, half_split_to_interleaved, softmax_scale
 
 INDEX_NORM_EPS = 1e-6
+_ROTATIONS_DTYPE = np.dtype(np.complex64)
 
 
 class SparseAttention(HostModule):
@@ -67,10 +69,17 @@ class SparseAttention(HostModule):
 
         hidden [T, H] bf16 bits -> residual [T, H] and normed [T, H], bf16 bits. Rows
         beyond the step's batch are padding: their attention is 0.
+
+        Raises:
+            DuckShapeError: they have other shapes, dtypes or layouts.
         """
-        assert hidden.shape[1] == self.dims.hidden_size
-        assert hidden.dtype == np.uint16
-        assert step.batch.num_tokens <= hidden.shape[0] == step.rotations.shape[0]
+        require_bits("hidden", hidden, self.dims.hidden_size)
+        self._require_rotations(step.rotations, len(hidden))
+        if step.batch.num_tokens > len(hidden):
+            raise DuckShapeError(
+                f"hidden must have a row for each of the step's "
+                f"{step.batch.num_tokens} tokens, got {len(hidden)}"
+            )
         residual, normed = np.empty_like(hidden), np.empty_like(hidden)
         _host.attend(
             current(),
@@ -85,6 +94,16 @@ class SparseAttention(HostModule):
             normed,
         )
         return residual, normed
+
+    def _require_rotations(self, rotations: Rotations, num_rows: int) -> None:
+        shape = (num_rows, 1, self.dims.qk_rope_head_dim // 2)
+        is_complex64 = rotations.dtype == _ROTATIONS_DTYPE
+        is_whole = rotations.shape == shape and rotations.flags.c_contiguous
+        if not (is_complex64 and is_whole):
+            raise DuckShapeError(
+                f"rotations must be {shape} complex64, contiguous, got "
+                f"{rotations.shape} {rotations.dtype}, strides {rotations.strides}"
+            )
 
     def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         for module in (self.down, self.up, self.kv_b, self.out):

@@ -7,8 +7,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from vllm_duck.errors import DuckShapeError
 from vllm_duck.models.cpu import _host
-from vllm_duck.models.cpu.threads import Bits, Handle, current, require_rows
+from vllm_duck.models.cpu.threads import (
+    Bits,
+    Handle,
+    current,
+    require_bits,
+    require_rows,
+)
 from vllm_duck.models.packing import HostModule
 
 Floats = npt.NDArray[np.float32]
@@ -117,13 +124,28 @@ class Mlp(HostModule):
         self.packed: Handle
 
     def forward(self, x: Bits) -> Floats:
-        """x [T, H] bf16 bits -> [T, H] fp32."""
+        """x [T, H] bf16 bits -> [T, H] fp32.
+
+        Raises:
+            DuckShapeError: x has another shape, dtype or layout.
+        """
+        require_bits("x", x, self.hidden_size)
         out = np.empty(x.shape, np.float32)
         _host.mlp(current(), self.packed, x.shape[0], x, 0, out)
         return out
 
     def add_to(self, residual: Bits, x: Bits) -> Bits:
-        """residual [T, H] bf16 bits plus the MLP of x, rounded once."""
+        """residual [T, H] bf16 bits plus the MLP of x, rounded once.
+
+        Raises:
+            DuckShapeError: one of them has another shape, dtype or layout.
+        """
+        require_bits("x", x, self.hidden_size)
+        require_bits("residual", residual, self.hidden_size)
+        if residual.shape != x.shape:
+            raise DuckShapeError(
+                f"residual must have the rows of x, {x.shape}, got {residual.shape}"
+            )
         out = np.empty_like(residual)
         _host.mlp(current(), self.packed, x.shape[0], x, residual, out)
         return out

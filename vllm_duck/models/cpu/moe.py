@@ -8,11 +8,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from vllm_duck.errors import DuckShapeError
 from vllm_duck.executor.duck import Ducks, MoeRequest, PendingSum
 from vllm_duck.models.backend import LayerOutput
 from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.linear import Floats, Mlp, weight_parameter
-from vllm_duck.models.cpu.threads import Bits, Handle, current
+from vllm_duck.models.cpu.threads import Bits, Handle, current, require_bits
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.packing import HostModule
 
@@ -37,7 +38,12 @@ class Router(HostModule):
         self.packed: Handle
 
     def forward(self, hidden: Bits) -> tuple[npt.NDArray[np.int32], Floats]:
-        """hidden [T, H] bf16 bits -> ids [T, K], weights [T, K], best expert first."""
+        """hidden [T, H] bf16 bits -> ids [T, K], weights [T, K], best expert first.
+
+        Raises:
+            DuckShapeError: hidden has another shape, dtype or layout.
+        """
+        require_bits("hidden", hidden, self.dims.hidden_size)
         shape = (hidden.shape[0], self.dims.num_experts_per_tok)
         ids, weights = np.empty(shape, np.int32), np.empty(shape, np.float32)
         _host.route(current(), self.packed, hidden.shape[0], hidden, ids, weights)
@@ -78,9 +84,18 @@ class PendingMoe:
         return self.routed.is_done()
 
     def wait(self) -> LayerOutput:
-        """Wait for the ducks; the layer's output is rounded once."""
+        """Wait for the ducks; the layer's output is rounded once.
+
+        Raises:
+            DuckShapeError: the residual or the ducks' sum has other rows.
+        """
         routed = np.ascontiguousarray(self.routed.result(), np.float32)
-        assert routed.shape == self.shared.shape, routed.shape
+        require_bits("residual", self.residual, self.shared.shape[1])
+        if not self.residual.shape == self.shared.shape == routed.shape:
+            raise DuckShapeError(
+                f"the ducks' sum {routed.shape} and the residual {self.residual.shape} "
+                f"must have the shape of the shared part, {self.shared.shape}"
+            )
         out = np.empty_like(self.residual)
         _host.add(current(), out.size, self.residual, self.shared, routed, out)
         return LayerOutput(out, self.routed.times())

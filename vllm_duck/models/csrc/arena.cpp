@@ -1,5 +1,8 @@
 #include "arena.h"
 
+#include <algorithm>
+#include <new>
+
 #include "huge_pages.h"
 
 namespace duck {
@@ -16,11 +19,23 @@ constexpr size_t kMaxKept = size_t(64) << 20;
 void Arena::grow(size_t num_bytes) {
   size_t size = (num_bytes + kMinBlock - 1) / kMinBlock * kMinBlock;
   blocks_.push_back({take_huge(size), size});
+  most_bytes_ = std::max(most_bytes_, held_bytes());
+}
+
+size_t Arena::held_bytes() const {
+  size_t total = 0;
+  for (auto& block : blocks_) total += block.size;
+  return total;
 }
 
 void* Arena::take(size_t num_bytes) {
   num_bytes = (num_bytes + 63) / 64 * 64;
   while (block_ < blocks_.size() && used_ + num_bytes > blocks_[block_].size) {
+    if (used_ == 0) {
+      // Empty, and so are those behind it: a larger one takes its place.
+      blocks_.erase(blocks_.begin() + ptrdiff_t(block_));
+      continue;
+    }
     ++block_;
     used_ = 0;
   }
@@ -38,10 +53,14 @@ void Arena::release(Mark mark) {
 void Arena::reset() {
   block_ = used_ = 0;
   if (blocks_.size() <= 1) return;
-  size_t total = 0;
-  for (auto& block : blocks_) total += block.size;
+  size_t total = held_bytes();
   blocks_.clear();
-  if (total <= kMaxKept) grow(total);
+  if (total > kMaxKept) return;
+  try {
+    grow(total);
+  } catch (const std::bad_alloc&) {
+    // The next call asks for what it needs.
+  }
 }
 
 }  // namespace host

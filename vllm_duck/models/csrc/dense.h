@@ -28,22 +28,29 @@ inline void norm_call(const Threads& threads, const NormCall& call) {
   norm_rows(threads, call, call.size);
 }
 
+// Rows that go through a linear, the router or an MLP together: bounds the scratch.
+constexpr int kDenseRows = 512;
+
 template <class G>
 void linear_call(const Threads& threads, const LinearCall& call) {
-  Rows x = copy_rows(threads.shared, call.x, call.rows, call.weight.k);
-  run_gemm<G>(threads, {x.data, x.stride, call.rows, call.weight,
-                        call.is_bf16 ? Out::kBf16 : Out::kFloat, call.out,
-                        size_t(call.weight.n)});
+  size_t n = call.weight.n, k = call.weight.k;
+  size_t row_bytes = n * (call.is_bf16 ? sizeof(uint16_t) : sizeof(float));
+  for (int begin = 0; begin < call.rows; begin += kDenseRows) {
+    int rows = min_int(kDenseRows, call.rows - begin);
+    Arena::Mark mark = threads.shared->mark();
+    Rows x = copy_rows(threads.shared, call.x + begin * k, rows, int(k));
+    run_gemm<G>(threads, {x.data, x.stride, rows, call.weight,
+                          call.is_bf16 ? Out::kBf16 : Out::kFloat,
+                          static_cast<uint8_t*>(call.out) + begin * row_bytes, n});
+    threads.shared->release(mark);
+  }
 }
-
-// Rows that go through an MLP together: bounds its scratch.
-constexpr int kMlpRows = 512;
 
 template <class G>
 void mlp_call(const Threads& threads, const MlpCall& call) {
   size_t hidden = call.down.n;
-  for (int begin = 0; begin < call.rows; begin += kMlpRows) {
-    int rows = min_int(kMlpRows, call.rows - begin);
+  for (int begin = 0; begin < call.rows; begin += kDenseRows) {
+    int rows = min_int(kDenseRows, call.rows - begin);
     Arena::Mark mark = threads.shared->mark();
     Rows x = copy_rows(threads.shared, call.x + begin * hidden, rows, int(hidden));
     // Whole groups: the columns past the last are silu(0) * 0.

@@ -24,15 +24,25 @@ class Host {
   const char* isa() const { return calls_->name; }
   int num_threads() const { return pool_.num_threads(); }
 
+  // The most scratch memory that calls have held at once, in bytes.
+  size_t most_scratch_bytes();
+
+  // Throws what a share of the call throws: std::bad_alloc, where scratch is short. The
+  // next call is not affected.
   template <class Call>
   void run(void (*Calls::*entry)(const Threads&, const Call&), const Call& call) {
     std::lock_guard<std::mutex> lock(mutex_);
     FlushDenormals flush;
+    Cleared scratch = {this};
     (calls_->*entry)({&pool_, &shared_, workers_.data(), work_per_thread_}, call);
-    reset();
   }
 
  private:
+  // However the call ends.
+  struct Cleared {
+    Host* host;
+    ~Cleared() { host->reset(); }
+  };
   void reset();
 
   const Calls* calls_;

@@ -1,5 +1,6 @@
-// vllm_duck.models._host: the C++ side of host.py, which is its only user and checks
-// shapes and types. Pointers come as integers (tensor.data_ptr()) or as buffers.
+// vllm_duck.models._host: the C++ side of host.py, linear.py, moe.py, attention.py and
+// batch.py, which check shapes, dtypes and layouts: nothing here does. Pointers come as
+// integers (tensor.data_ptr()) or as buffers.
 #include "binding.h"
 #include "host.h"
 #include "weights.h"
@@ -122,22 +123,16 @@ class Arguments {
 template <class T, class Make>
 PyObject* new_object(Arguments& args, const Make& make) {
   if (!args.done()) return nullptr;
-  try {
-    return PyCapsule_New(make(), CapsuleName<T>::value, destroy<T>);
-  } catch (const std::exception& error) {
-    return raise(error);
-  }
+  return PyCapsule_New(make(), CapsuleName<T>::value, destroy<T>);
 }
 
 template <class Call>
 PyObject* run(Arguments& args, Host* host,
               void (*Calls::*entry)(const Threads&, const Call&), const Call& call) {
   if (!args.done()) return nullptr;
-  try {
+  {
     WithoutGil released;
     host->run(entry, call);
-  } catch (const std::exception& error) {
-    return raise(error);
   }
   Py_RETURN_NONE;
 }
@@ -158,6 +153,13 @@ PyObject* host_isa(PyObject*, PyObject* capsule) {
   auto* host =
       static_cast<Host*>(PyCapsule_GetPointer(capsule, CapsuleName<Host>::value));
   return host ? PyUnicode_FromString(host->isa()) : nullptr;
+}
+
+// The most scratch memory that calls of this host have held at once, in bytes.
+PyObject* host_scratch_bytes(PyObject*, PyObject* capsule) {
+  auto* host =
+      static_cast<Host*>(PyCapsule_GetPointer(capsule, CapsuleName<Host>::value));
+  return host ? PyLong_FromSize_t(host->most_scratch_bytes()) : nullptr;
 }
 
 PyObject* supported_isas(PyObject*, PyObject*) {
@@ -378,21 +380,22 @@ PyObject* latent(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
 PyMODINIT_FUNC PyInit__host() {
   return make_module("_host", "See vllm_duck.models.host.",
                      {
-                         no_args("supported_isas", supported_isas),
-                         fast("host_new", host_new),
-                         single("host_isa", host_isa),
-                         fast("step_new", step_new),
-                         fast("norm_new", norm_new),
-                         fast("linear_new", linear_new),
-                         fast("mlp_new", mlp_new),
-                         fast("router_new", router_new),
-                         fast("attention_new", attention_new),
-                         fast("norm", norm),
-                         fast("linear", linear),
-                         fast("mlp", mlp),
-                         fast("route", route),
-                         fast("add", add),
-                         fast("attend", attend),
-                         fast("latent", latent),
+                         no_args<supported_isas>("supported_isas"),
+                         fast<host_new>("host_new"),
+                         single<host_isa>("host_isa"),
+                         single<host_scratch_bytes>("host_scratch_bytes"),
+                         fast<step_new>("step_new"),
+                         fast<norm_new>("norm_new"),
+                         fast<linear_new>("linear_new"),
+                         fast<mlp_new>("mlp_new"),
+                         fast<router_new>("router_new"),
+                         fast<attention_new>("attention_new"),
+                         fast<norm>("norm"),
+                         fast<linear>("linear"),
+                         fast<mlp>("mlp"),
+                         fast<route>("route"),
+                         fast<add>("add"),
+                         fast<attend>("attend"),
+                         fast<latent>("latent"),
                      });
 }

@@ -4,9 +4,7 @@
 // Include after the target pragma of the source that uses it; G names its kernels.
 #pragma once
 
-#include "calls.h"
-#include "parallel.h"
-#include "rows.h"
+#include "dense.h"
 
 namespace duck {
 namespace host {
@@ -64,29 +62,39 @@ inline void choose_experts(const RouterShape& shape, const float* bias,
   for (int k = 0; k < shape.topk; ++k) weights[k] = weights[k] / divisor * shape.scale;
 }
 
+// Rows [begin, begin + rows).
 template <class G>
-void route_call(const Threads& threads, const RouterCall& call) {
+void route_rows(const Threads& threads, const RouterCall& call, int begin, int rows) {
   const RouterShape& shape = call.shape;
-  size_t n = shape.num_experts, size = call.rows * n;
-  Rows x = copy_rows(threads.shared, call.x, call.rows, shape.hidden);
+  size_t n = shape.num_experts, size = rows * n;
+  Arena::Mark mark = threads.shared->mark();
+  Rows x = copy_rows(threads.shared, call.x + size_t(begin) * shape.hidden, rows,
+                     shape.hidden);
   float* logits = take_floats(threads.shared, size * call.num_parts);
   for (int part = 0; part < call.num_parts; ++part)
-    run_gemm<G>(threads, {x.data, x.stride, call.rows, call.parts[part], Out::kFloat,
+    run_gemm<G>(threads, {x.data, x.stride, rows, call.parts[part], Out::kFloat,
                           logits + part * size, n});
-  for_rows(threads, call.rows, n * 64, [&](Range rows, Arena* arena) {
-    Arena::Mark mark = arena->mark();
+  for_rows(threads, rows, n * 64, [&](Range range, Arena* arena) {
+    Arena::Mark mine = arena->mark();
     float* scratch = take_floats(arena, 3 * n);
-    for (int r = rows.begin; r < rows.end; ++r) {
+    for (int r = range.begin; r < range.end; ++r) {
       float* row = logits + r * n;
       // The smallest part first.
       for (int part = call.num_parts - 1; part > 0; --part)
         for (size_t i = 0; i < n; ++i)
           row[(part - 1) * size + i] += row[part * size + i];
-      choose_experts(shape, call.bias, row, scratch, call.ids + size_t(r) * shape.topk,
-                     call.weights + size_t(r) * shape.topk);
+      size_t at = size_t(begin + r) * shape.topk;
+      choose_experts(shape, call.bias, row, scratch, call.ids + at, call.weights + at);
     }
-    arena->release(mark);
+    arena->release(mine);
   });
+  threads.shared->release(mark);
+}
+
+template <class G>
+void route_call(const Threads& threads, const RouterCall& call) {
+  for (int begin = 0; begin < call.rows; begin += kDenseRows)
+    route_rows<G>(threads, call, begin, min_int(kDenseRows, call.rows - begin));
 }
 
 }  // namespace

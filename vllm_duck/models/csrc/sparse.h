@@ -23,9 +23,10 @@ constexpr int kSegmentRows = 64;
 constexpr int kKeyBlock = 256;
 // Rows of the GEMM of index queries: bounds its result to an L2 cache.
 constexpr int kIndexGemmRows = 256;
-// Scores that are held at once: 32 MB.
+// Scores that are held at once: 32 MB, or those of one segment.
 constexpr size_t kMaxScores = 8 << 20;
-// Positions of a context that are decoded as a whole: 38 MB in the official sizes.
+// Positions that are held decoded at once: 38 MB in the official sizes. A context that
+// is longer is not decoded as a whole.
 constexpr int kMaxDecoded = 32 << 10;
 
 // Some rows of one request. Row numbers are the panel's.
@@ -260,23 +261,37 @@ void attend_heads(const Panel& panel, int row, int first, int heads,
   arena->release(mark);
 }
 
+// Whether `rows` use the keys of a context more than once on average, so that it is
+// decoded as a whole.
+inline bool is_decoded(const AttentionShape& shape, int rows, int positions) {
+  size_t uses = size_t(rows) * min_int(positions, shape.index_topk);
+  return uses > size_t(positions) && positions <= kMaxDecoded;
+}
+
 // Rows of the panel that belong to requests, cut into segments; rows from `begin` on,
-// as many as kMaxScores allows. Returns the first row left over.
+// as many as kMaxScores and kMaxDecoded allow. Returns the first row left over.
 inline int take_segments(const Panel& panel, int begin, int end, Arena* arena,
                          Segment* segments, int* count) {
   const AttentionCall& call = *panel.call;
   const StepView& step = call.step;
-  size_t num_scores = 0;
+  const AttentionShape& shape = call.layer.shape;
+  size_t num_scores = 0, num_decoded = 0;
   int request = 0, row = begin;
   *count = 0;
   while (row < end) {
     int call_row = panel.begin + row;
     while (step.row_begin[request + 1] <= call_row) ++request;
     int last = min_int(end, step.row_begin[request + 1] - panel.begin);
-    Segment segment = {request, row, min_int(last, row + kSegmentRows),
-                       step.first_visible[request] + call_row - step.row_begin[request],
+    int visible = step.first_visible[request] + call_row - step.row_begin[request];
+    int positions = visible + last - row - 1;
+    bool is_another = *count == 0 || segments[*count - 1].request != request;
+    if (is_another && is_decoded(shape, last - row, positions)) {
+      if (*count > 0 && num_decoded + positions > kMaxDecoded) break;
+      num_decoded += positions;
+    }
+    Segment segment = {request, row, min_int(last, row + kSegmentRows), visible,
                        nullptr, 0, nullptr};
-    if (segment.num_positions() > call.layer.shape.index_topk) {
+    if (segment.num_positions() > shape.index_topk) {
       segment.stride = round_up(segment.num_positions(), 16);
       size_t size = size_t(segment.end - segment.begin) * segment.stride;
       if (*count > 0 && num_scores + size > kMaxScores) break;
@@ -300,8 +315,7 @@ void decode_contexts(const Threads& threads, const Panel& panel, Segment* segmen
       if (segments[next].request != segments[first].request) break;
     int rows = segments[next - 1].end - segments[first].begin;
     int positions = segments[next - 1].num_positions();
-    size_t uses = size_t(rows) * min_int(positions, call.layer.shape.index_topk);
-    if (uses <= size_t(positions) || positions > kMaxDecoded) continue;
+    if (!is_decoded(call.layer.shape, rows, positions)) continue;
     Rows keys = take_rows(threads.shared, positions, call.layer.shape.key_dim());
     for_rows(threads, positions, size_t(format.bytes()), [&](Range range, Arena*) {
       for (int i = range.begin; i < range.end; ++i) {
@@ -361,11 +375,14 @@ void attend_rows(const Threads& threads, const Panel& panel, int begin, int end)
   auto* segments = static_cast<Segment*>(
       threads.shared->take(sizeof(Segment) * (end - begin)));
   while (begin < end) {
+    // A turn gives back what it takes: the next one needs as much.
+    Arena::Mark turn = threads.shared->mark();
     int count;
     int next = take_segments(panel, begin, end, threads.shared, segments, &count);
     decode_contexts<G>(threads, panel, segments, count);
     score_segments<G>(threads, panel, segments, count);
     attend_segments<G>(threads, panel, segments, begin, next);
+    threads.shared->release(turn);
     begin = next;
   }
   threads.shared->release(mark);

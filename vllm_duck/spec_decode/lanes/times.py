@@ -22,7 +22,7 @@ class Stages(NamedTuple):
     end_ns: int
     wait_begin_ns: int
     wait_end_ns: int
-    # None: a layer without ducks.
+    # None: a dense layer, which asks no duck.
     call: CallTimes | None
 
 
@@ -51,7 +51,7 @@ class LaneTimes:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The layers of one step that have ducks; one lane when it ran serially."""
+    """The layers of one step, from the first with ducks on; one lane if serial."""
 
     lanes: tuple[LaneTimes, ...]
     # Why it ran serially; None if it did not.
@@ -140,15 +140,15 @@ def overlap_of(record: StepRecord) -> Overlap:
 
     A reply that comes while the host works is seen late, and one that queued behind the
     other lane took longer than it would have alone; so a stage 1 counts as the slowest
-    duck's compute plus the quickest way there and back of the step.
+    duck's compute plus the quickest way there and back of the step. A dense layer is
+    work of the host alone.
     """
-    s0_ns, compute_us, num_stages, num_calls = 0, 0, 0, 0
+    s0_ns, compute_us, num_calls = 0, 0, 0
     link_us: float = math.inf
     wait_s = []
     # One pass, since it is part of every step.
     for lane in record.lanes:
         wait_ns = 0
-        num_stages += len(lane.stages)
         for begin_ns, end_ns, wait_begin_ns, wait_end_ns, call in lane.stages:
             s0_ns += end_ns - begin_ns
             wait_ns += wait_end_ns - wait_begin_ns
@@ -164,8 +164,8 @@ def overlap_of(record: StepRecord) -> Overlap:
         pair_s=record.seconds,
         s0_s=s0_s,
         s1_s=s1_s,
-        # L * 2 * max(c, d) + min(c, d) of L layers in two lanes.
-        ideal_s=longer_s + shorter_s / num_stages,
+        # L * 2 * max(c, d) + min(c, d) of L layers with ducks, in two lanes.
+        ideal_s=longer_s + shorter_s / num_calls,
         wait_s=tuple(wait_s),
     )
 

@@ -30,7 +30,8 @@ Client::Client(const ClientOptions& options)
   if (epoll_ < 0) throw std::runtime_error(strerror(errno));
   for (const auto& endpoint : options.endpoints)
     links_.push_back(std::make_unique<Link>(
-        int(links_.size()), endpoint, options.authorization, epoll_,
+        int(links_.size()), endpoint, options.identities[links_.size()],
+        options.authorization, epoll_,
         std::chrono::duration_cast<Clock::duration>(
             std::chrono::duration<double>(options.quiet_s))));
 }
@@ -62,7 +63,12 @@ TicketRef Client::start(const ForwardCall& call) {
     return ticket;
   }
   ++num_in_flight_;
-  for (auto& link : links_) link->start(ticket, ticket->start);
+  try {
+    for (auto& link : links_) link->start(ticket, ticket->start);
+  } catch (...) {
+    drop(ticket.get());
+    throw;
+  }
   return ticket;
 }
 
@@ -99,12 +105,16 @@ void Client::poll(std::unique_lock<std::mutex>* lock, Clock::time_point until) {
   int count = ::epoll_wait(epoll_, events, kMaxEvents, timeout_ms);
   if (timeout_ms > 0) lock->lock();
   is_polling_ = false;
+  // Also if an event finds no memory: the others must not sleep on.
+  struct Notify {
+    std::condition_variable* polled;
+    ~Notify() { polled->notify_all(); }
+  } notify = {&polled_};
   if (count > 0) {
     now = Clock::now();
     for (int i = 0; i < count; ++i)
       static_cast<Link*>(events[i].data.ptr)->on_event(events[i].events, now);
   }
-  polled_.notify_all();
 }
 
 void Client::time_out(Ticket* ticket) {
@@ -115,7 +125,10 @@ void Client::time_out(Ticket* ticket) {
 
 void Client::forget(Ticket* ticket) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (is_closed_) return;
+  if (!is_closed_) drop(ticket);
+}
+
+void Client::drop(const Ticket* ticket) {
   --num_in_flight_;
   if (ticket->num_missing == 0) return;
   for (auto& link : links_) link->forget(ticket);

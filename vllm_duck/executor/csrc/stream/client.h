@@ -16,6 +16,7 @@ namespace duck::stream {
 
 struct ClientOptions {
   std::vector<std::string> endpoints;
+  std::vector<std::string> identities;  // of the ducks, see identity.py
   std::string authorization;  // empty: none
   double deadline_s;
   double quiet_s;  // see Link
@@ -43,9 +44,10 @@ class Client {
   static constexpr size_t kMaxInFlight = 64;
 
  private:
-  // Both expect the lock to be held, and poll() gives it up while it waits.
+  // All expect the lock to be held, and poll() gives it up while it waits.
   void poll(std::unique_lock<std::mutex>* lock, Clock::time_point until);
   void time_out(Ticket* ticket);
+  void drop(const Ticket* ticket);
 
   ClientOptions options_;
   std::mutex mutex_;

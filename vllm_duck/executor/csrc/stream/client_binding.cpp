@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <new>
 
 #include "client.h"
 #include "stream_module.h"
@@ -31,31 +32,38 @@ bool read_u32s(PyObject* const* args, int count, uint32_t* out) {
   return true;
 }
 
+bool read_strings(PyObject* tuple, std::vector<std::string>* out) {
+  out->resize(size_t(PyTuple_Size(tuple)));
+  for (size_t i = 0; i < out->size(); ++i)
+    if (!read_string(PyTuple_GetItem(tuple, Py_ssize_t(i)), &(*out)[i])) return false;
+  return true;
+}
+
 void destroy_ticket(PyObject* capsule) {
   auto* held = from_capsule<HeldTicket>(capsule, kTicketName);
-  held->client->forget(held->ticket.get());
+  try {
+    held->client->forget(held->ticket.get());
+  } catch (const std::bad_alloc&) {
+    // A late reply then finds nobody; nothing may be thrown from here.
+  }
   delete held;
 }
 
-// client_new(endpoints, authorization, deadline_s, quiet_s, is_fp32) -> client
+// client_new(endpoints, identities, authorization, deadline_s, quiet_s, is_fp32)
+// -> client
 PyObject* client_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  if (!require_args(num_args, 5)) return nullptr;
+  if (!require_args(num_args, 6)) return nullptr;
   ClientOptions options;
-  options.endpoints.resize(size_t(PyTuple_Size(args[0])));
-  for (size_t i = 0; i < options.endpoints.size(); ++i)
-    if (!read_string(PyTuple_GetItem(args[0], Py_ssize_t(i)), &options.endpoints[i]))
-      return nullptr;
-  if (!read_string(args[1], &options.authorization)) return nullptr;
-  options.deadline_s = PyFloat_AsDouble(args[2]);
-  options.quiet_s = PyFloat_AsDouble(args[3]);
-  options.reply_dtype = PyObject_IsTrue(args[4]) ? DType::kF32 : DType::kBf16;
+  if (!read_strings(args[0], &options.endpoints) ||
+      !read_strings(args[1], &options.identities) ||
+      !read_string(args[2], &options.authorization))
+    return nullptr;
+  options.deadline_s = PyFloat_AsDouble(args[3]);
+  options.quiet_s = PyFloat_AsDouble(args[4]);
+  options.reply_dtype = PyObject_IsTrue(args[5]) ? DType::kF32 : DType::kBf16;
   if (PyErr_Occurred()) return nullptr;
-  try {
-    return PyCapsule_New(new ClientRef(std::make_shared<Client>(options)), kClientName,
-                         destroy<ClientRef>);
-  } catch (const std::exception& error) {
-    return raise(error);
-  }
+  return PyCapsule_New(new ClientRef(std::make_shared<Client>(options)), kClientName,
+                       destroy<ClientRef>);
 }
 
 // client_start(client, layer_idx, num_rows, hidden_size, num_topk, hidden, topk_ids,
@@ -80,17 +88,13 @@ PyObject* client_start(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
                       static_cast<float*>(weights.data()),
                       nullptr,
                       nullptr};
-  try {
-    TicketRef ticket;
-    {
-      WithoutGil released;
-      ticket = (*client)->start(call);
-    }
-    if (!ticket) Py_RETURN_NONE;
-    return PyCapsule_New(new HeldTicket{*client, ticket}, kTicketName, destroy_ticket);
-  } catch (const std::exception& error) {
-    return raise(error);
+  TicketRef ticket;
+  {
+    WithoutGil released;
+    ticket = (*client)->start(call);
   }
+  if (!ticket) Py_RETURN_NONE;
+  return PyCapsule_New(new HeldTicket{*client, ticket}, kTicketName, destroy_ticket);
 }
 
 PyObject* client_close(PyObject*, PyObject* capsule) {
@@ -200,14 +204,14 @@ PyObject* ticket_replies(PyObject*, PyObject* capsule) {
 
 std::vector<PyMethodDef> client_functions() {
   return {
-      fast("client_new", client_new),
-      fast("client_start", client_start),
-      single("client_close", client_close),
-      single("client_statistics", client_statistics),
-      single("ticket_is_done", ticket_is_done),
-      fast("ticket_wait", ticket_wait),
-      single("ticket_times", ticket_times),
-      single("ticket_replies", ticket_replies),
+      fast<client_new>("client_new"),
+      fast<client_start>("client_start"),
+      single<client_close>("client_close"),
+      single<client_statistics>("client_statistics"),
+      single<ticket_is_done>("ticket_is_done"),
+      fast<ticket_wait>("ticket_wait"),
+      single<ticket_times>("ticket_times"),
+      single<ticket_replies>("ticket_replies"),
   };
 }
 

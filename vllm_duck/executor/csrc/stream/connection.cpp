@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <new>
 
+#include "nghttp2_calls.h"
+
 namespace duck::stream {
 namespace {
 
@@ -29,19 +31,6 @@ uint8_t* receive_buffer() {
   return buffer.get();
 }
 
-nghttp2_nv header(const std::string& name, const std::string& value) {
-  auto bytes = [](const std::string& text) {
-    return reinterpret_cast<uint8_t*>(const_cast<char*>(text.data()));
-  };
-  return {bytes(name), bytes(value), name.size(), value.size(), NGHTTP2_NV_FLAG_NONE};
-}
-
-std::vector<nghttp2_nv> to_nghttp2(const Headers& headers) {
-  std::vector<nghttp2_nv> out;
-  for (const auto& [name, value] : headers) out.push_back(header(name, value));
-  return out;
-}
-
 }  // namespace
 
 Connection::Connection(int socket, bool is_server, uint32_t max_streams, Owner* owner)
@@ -54,13 +43,16 @@ Connection::Connection(int socket, bool is_server, uint32_t max_streams, Owner* 
     throw std::bad_alloc();
   }
   nghttp2_session_callbacks_set_on_begin_frame_callback(callbacks, on_begin_frame);
-  nghttp2_session_callbacks_set_on_begin_headers_callback(callbacks, on_begin_headers);
-  nghttp2_session_callbacks_set_on_header_callback(callbacks, on_header);
-  nghttp2_session_callbacks_set_on_frame_recv_callback(callbacks, on_frame);
+  nghttp2_session_callbacks_set_on_begin_headers_callback(callbacks,
+                                                          guarded<on_begin_headers>);
+  nghttp2_session_callbacks_set_on_header_callback(callbacks, guarded<on_header>);
+  nghttp2_session_callbacks_set_on_frame_recv_callback(callbacks, guarded<on_frame>);
   nghttp2_session_callbacks_set_on_frame_send_callback(callbacks, on_frame_sent);
-  nghttp2_session_callbacks_set_on_data_chunk_recv_callback(callbacks, on_data);
-  nghttp2_session_callbacks_set_on_stream_close_callback(callbacks, on_stream_close);
-  nghttp2_session_callbacks_set_send_data_callback(callbacks, send_data);
+  nghttp2_session_callbacks_set_on_data_chunk_recv_callback(callbacks,
+                                                            guarded<on_data>);
+  nghttp2_session_callbacks_set_on_stream_close_callback(callbacks,
+                                                         guarded<on_stream_close>);
+  nghttp2_session_callbacks_set_send_data_callback(callbacks, guarded<send_data>);
   nghttp2_session_callbacks_set_data_source_read_length_callback(callbacks,
                                                                  frame_length);
   // Credit is given back by hand, so that a stream can be held.
@@ -92,7 +84,7 @@ bool Connection::fail(std::string reason) {
   return false;
 }
 
-bool Connection::receive() {
+bool Connection::receive() try {
   for (int i = 0; i < kReceivesInARow; ++i) {
     auto [buffer, room] = place();
     ssize_t size = ::recv(socket_, buffer, room, 0);
@@ -104,6 +96,7 @@ bool Connection::receive() {
     num_received_ += uint64_t(size);
     data_end_ = nullptr;
     ssize_t taken = nghttp2_session_mem_recv(session_, buffer, size_t(size));
+    if (taken == NGHTTP2_ERR_CALLBACK_FAILURE) throw std::bad_alloc();
     if (taken < 0) {
       flush();  // says why to the peer, if it can
       return fail(std::string("not HTTP/2 as it must be: ") +
@@ -114,6 +107,8 @@ bool Connection::receive() {
     if (size_t(size) < room) break;
   }
   return flush();
+} catch (const std::bad_alloc&) {
+  return fail("no memory");
 }
 
 // Where the next bytes are received. A frame's rest goes into its message at once,
@@ -128,7 +123,7 @@ Assembler::Room Connection::place() {
   return {receive_buffer(), kReceiveBytes};
 }
 
-bool Connection::flush() {
+bool Connection::flush() try {
   for (;;) {
     if (!pull_frames()) return false;
     if (queue_.is_empty()) break;
@@ -139,6 +134,8 @@ bool Connection::flush() {
     return true;
   is_finished_ = true;
   return fail("the connection is finished");
+} catch (const std::bad_alloc&) {
+  return fail("no memory");
 }
 
 // Moves frames from nghttp2 to the queue, as long as there is room.
@@ -146,6 +143,7 @@ bool Connection::pull_frames() {
   while (!queue_.is_full()) {
     const uint8_t* data;
     ssize_t size = nghttp2_session_mem_send(session_, &data);
+    if (size == NGHTTP2_ERR_CALLBACK_FAILURE) throw std::bad_alloc();
     if (size < 0) return fail(nghttp2_strerror(int(size)));
     if (size == 0) return true;
     queue_.push(data, size_t(size));
@@ -156,7 +154,7 @@ bool Connection::pull_frames() {
 int32_t Connection::open_stream(const Headers& headers) {
   auto pairs = to_nghttp2(headers);
   nghttp2_data_provider outbox{};
-  outbox.read_callback = read_outbox;
+  outbox.read_callback = guarded<read_outbox>;
   int32_t id = nghttp2_submit_request(session_, nullptr, pairs.data(), pairs.size(),
                                       &outbox, nullptr);
   if (id <= 0) return 0;
@@ -166,11 +164,12 @@ int32_t Connection::open_stream(const Headers& headers) {
   return id;
 }
 
-void Connection::respond(Stream* stream) {
+void Connection::respond(Stream* stream, const Headers& more) {
   stream->has_response = true;
   nghttp2_data_provider outbox{};
-  outbox.read_callback = read_outbox;
+  outbox.read_callback = guarded<read_outbox>;
   Headers headers = response_headers();
+  headers.insert(headers.end(), more.begin(), more.end());
   nghttp2_submit_response(session_, stream->id, to_nghttp2(headers).data(),
                           headers.size(), &outbox);
 }
@@ -302,7 +301,8 @@ int Connection::on_data(nghttp2_session* session, uint8_t, int32_t id,
   try {
     if (!stream->is_ignored) self->take_data(stream, data, size);
   } catch (const std::bad_alloc&) {
-    return NGHTTP2_ERR_CALLBACK_FAILURE;
+    stream->is_ignored = true;
+    self->owner_->on_refusal(stream, Refusal::kNoMemory);
   }
   if (stream->is_held)
     stream->held_bytes += size;

@@ -44,7 +44,7 @@ struct Stream {
 
 class Connection {
  public:
-  enum class Refusal { kCompressed, kTooLarge };
+  enum class Refusal { kCompressed, kTooLarge, kNoMemory };
 
   // Called from within receive() and flush(); none of them may destroy the connection.
   class Owner {
@@ -85,8 +85,8 @@ class Connection {
 
   // Client: opens a stream that sends messages until it is closed. 0 if it cannot.
   int32_t open_stream(const Headers& headers);
-  // Server: answers with these headers, then messages.
-  void respond(Stream* stream);
+  // Server: answers with gRPC's headers and `more`, then messages.
+  void respond(Stream* stream, const Headers& more);
   // Server: the end of a call, after what was sent before. Without respond() it is the
   // whole answer.
   void finish(Stream* stream, const Status& status);

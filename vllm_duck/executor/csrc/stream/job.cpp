@@ -46,6 +46,15 @@ PayloadRef computed(const Compute& compute, const RequestView& request,
   return reply.seal(microseconds(start - arrival), microseconds(end - start));
 }
 
+PayloadRef out_of_memory(uint64_t request_id) {
+  try {
+    return encode_refusal(request_id, ForwardStatus::kInternal,
+                          "the duck has no memory for the request");
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
 ForwardStatus echo(void*, const ForwardCall& call, char*, size_t) {
   size_t count = size_t(call.num_rows) * call.hidden_size;
   if (count == 0) return ForwardStatus::kOk;
@@ -60,12 +69,12 @@ ForwardStatus echo(void*, const ForwardCall& call, char*, size_t) {
 
 }  // namespace
 
-void answer(const Compute& compute, Job* job) {
+void answer(const Compute& compute, Job* job) noexcept {
   try {
     job->reply = computed(compute, job->request, job->arrival);
   } catch (const std::bad_alloc&) {
-    job->reply = encode_refusal(job->request.request_id, ForwardStatus::kInternal,
-                                "the duck has no memory for the request");
+    job->message = Message();
+    job->reply = out_of_memory(job->request.request_id);
   }
   job->message = Message();
 }

@@ -16,9 +16,9 @@ struct Job {
   PayloadRef reply;
 };
 
-// Fills job->reply, whatever happens. Throws std::bad_alloc only if there is no memory
-// for a sentence.
-void answer(const Compute& compute, Job* job);
+// Fills job->reply, whatever happens; it stays null if there is no memory for a
+// sentence.
+void answer(const Compute& compute, Job* job) noexcept;
 
 // Gives the hidden rows back as the partial sum: the duck of benchmarks and tests of
 // the wire.

@@ -44,9 +44,13 @@ void CallLog::add(CallTimes times) {
   ++num_calls_;
 }
 
-Link::Link(int index, const std::string& endpoint, const std::string& authorization,
-           int epoll, Clock::duration quiet)
-    : index_(index), endpoint_(endpoint), epoll_(epoll), quiet_(quiet) {
+Link::Link(int index, const std::string& endpoint, const std::string& identity,
+           const std::string& authorization, int epoll, Clock::duration quiet)
+    : index_(index),
+      endpoint_(endpoint),
+      identity_(identity),
+      epoll_(epoll),
+      quiet_(quiet) {
   headers_ = {{":method", "POST"},
               {":scheme", "http"},
               {":path", "/duck.v1.Duck/Forward"},
@@ -60,6 +64,10 @@ Link::Link(int index, const std::string& endpoint, const std::string& authorizat
 Link::~Link() { disconnect(); }
 
 void Link::start(const TicketRef& ticket, Clock::time_point now) {
+  if (in_flight_.empty() && waiting_.empty()) {
+    last_heard_ = now;
+    is_pinged_ = false;
+  }
   waiting_.push_back(ticket);
   if (state_ == State::kDown && reconnect_at_ <= now) connect(now);
   if (state_ != State::kOpen) return;
@@ -110,14 +118,15 @@ void Link::connect_failed(const std::string& reason, Clock::time_point now) {
   fail_all({Failure::kStatus, kStatusUnavailable, text});
 }
 
-void Link::on_connected() {
+void Link::on_connected(Clock::time_point now) {
   tune_socket(socket_, kPeerLostS);
   connection_ = std::make_unique<Connection>(socket_, /*is_server=*/false, 0,
                                              static_cast<Connection::Owner*>(this));
   socket_ = -1;
   state_ = State::kOpen;
   attempt_ = 0;
-  is_leaving_ = is_pinged_ = false;
+  is_leaving_ = is_pinged_ = is_proven_ = false;
+  last_heard_ = now;
   num_heard_ = 0;
   max_reply_bytes_ = 0;
   stream_ = connection_->open_stream(headers_);
@@ -136,11 +145,7 @@ void Link::watch(bool wants_write) {
 
 void Link::send_waiting() {
   Stream* stream = connection_->find(stream_);
-  if (!stream || is_leaving_ || is_lost_) return;
-  if (in_flight_.empty() && !waiting_.empty()) {
-    last_heard_ = Clock::now();
-    is_pinged_ = false;
-  }
+  if (!stream || !is_proven_ || is_leaving_ || is_lost_) return;
   for (; !waiting_.empty(); waiting_.pop_front()) {
     max_reply_bytes_ = std::max(max_reply_bytes_, waiting_.front()->max_reply_bytes);
     connection_->send(stream, waiting_.front()->request);
@@ -164,8 +169,7 @@ void Link::on_event(uint32_t events, Clock::time_point now) {
       ++attempt_;  // the next address of the name, if it has one
       return connect(now, strerror(error));
     }
-    on_connected();
-    send_waiting();
+    on_connected(now);
     return flush(now);
   }
   if (state_ != State::kOpen) return;
@@ -174,6 +178,11 @@ void Link::on_event(uint32_t events, Clock::time_point now) {
   if (is_alive && (events & EPOLLOUT)) is_alive = connection_->flush();
   if (!is_alive)
     lose({Failure::kStatus, kStatusUnavailable, connection_->end_reason()}, true);
+  // It has just proved itself.
+  if (is_proven_ && !is_lost_ && !waiting_.empty()) {
+    send_waiting();
+    return flush(now);
+  }
   settle(now);
 }
 
@@ -187,15 +196,12 @@ void Link::settle(Clock::time_point now) {
   disconnect();
   if (!in_flight_.empty() || !waiting_.empty()) ++num_losses_;
   // Back to the front, in their order.
-  for (; !in_flight_.empty(); in_flight_.pop_back()) {
-    TicketRef& ticket = in_flight_.back();
-    Slot& slot = ticket->slots[size_t(index_)];
-    if (may_resend_ && ++slot.num_losses < kMaxSends)
-      waiting_.push_front(std::move(ticket));
-    else
-      ticket->fail(index_, loss_);
-  }
-  if (!may_resend_) fail_all(loss_);
+  waiting_.insert(waiting_.begin(), in_flight_.begin(), in_flight_.end());
+  in_flight_.clear();
+  if (may_resend_)
+    fail_often_lost();
+  else
+    fail_all(loss_);
   reconnect_at_ = now;
   if (num_losses_ > 1)
     reconnect_at_ += kBackoff * (1 << 2 * std::min(num_losses_ - 2, 3));
@@ -217,6 +223,17 @@ void Link::disconnect() {
   state_ = State::kDown;
 }
 
+// Also those that waited for the duck to prove itself.
+void Link::fail_often_lost() {
+  auto is_over = [this](const TicketRef& ticket) {
+    if (++ticket->slots[size_t(index_)].num_losses < kMaxSends) return false;
+    ticket->fail(index_, loss_);
+    return true;
+  };
+  waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(), is_over),
+                 waiting_.end());
+}
+
 void Link::fail_all(const Failure& why) {
   for (auto& ticket : in_flight_) ticket->fail(index_, why);
   for (auto& ticket : waiting_) ticket->fail(index_, why);
@@ -235,7 +252,7 @@ Clock::time_point Link::on_time(Clock::time_point now) {
     connect_failed("no connection within 5 s", now);
     return kNever;
   }
-  if (in_flight_.empty()) return kNever;
+  if (in_flight_.empty() && (is_proven_ || waiting_.empty())) return kNever;
   if (connection_->num_received() != num_heard_) {
     num_heard_ = connection_->num_received();
     last_heard_ = now;
@@ -259,11 +276,17 @@ void Link::close() {
   disconnect();
 }
 
-void Link::on_headers(Stream* stream, bool) {
+void Link::on_headers(Stream* stream, bool is_last) {
   const std::string* status = find_header(stream->headers, ":status");
   const std::string* type = find_header(stream->headers, "content-type");
   if (status && *status == "200" && (!type || type->rfind("application/grpc", 0) != 0))
-    lose({Failure::kProtocol, 0, "it answers, but not with gRPC"}, false);
+    return lose({Failure::kProtocol, 0, "it answers, but not with gRPC"}, false);
+  // The end of a call without messages: on_close() says why.
+  if (is_last || is_proven_ || !status || *status != "200") return;
+  const std::string* identity = find_header(stream->headers, kIdentityHeader);
+  is_proven_ = identity && *identity == identity_;
+  if (!is_proven_)
+    lose({Failure::kIdentity, 0, identity ? *identity : std::string()}, false);
 }
 
 // Also of requests that were given up: their replies still come, to be dropped.
@@ -325,6 +348,11 @@ void Link::on_refusal(Stream* stream, Connection::Refusal why) {
         {Failure::kProtocol, 0,
          "it compresses its replies; vllm_duck does not read compressed messages"},
         false);
+  if (why == Connection::Refusal::kNoMemory)
+    return lose({Failure::kStatus, kStatusResourceExhausted,
+                 "the host has no memory for a reply of " +
+                     std::to_string(stream->inbox.announced_bytes()) + " bytes"},
+                false);
   lose({Failure::kProtocol, 0,
         "expected a reply of at most " + std::to_string(max_message_bytes(*stream)) +
             " bytes, got one of " + std::to_string(stream->inbox.announced_bytes())},

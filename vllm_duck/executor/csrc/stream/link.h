@@ -2,7 +2,8 @@
 //
 // A connection that breaks is replaced, and what was in flight is sent again under its
 // old id: a duck keeps no state, so a request may be computed twice. A duck that
-// cannot be connected to fails its requests at once.
+// cannot be connected to fails its requests at once, and so does another duck than the
+// one that the host was checked with: each stream opens with the duck's identity.
 #pragma once
 
 #include <deque>
@@ -37,8 +38,8 @@ class Link : private Connection::Owner {
  public:
   // `quiet`: with a request in flight and nothing heard for that long, the duck is
   // pinged; after half of it again without a sound, the connection counts as lost.
-  Link(int index, const std::string& endpoint, const std::string& authorization,
-       int epoll, Clock::duration quiet);
+  Link(int index, const std::string& endpoint, const std::string& identity,
+       const std::string& authorization, int epoll, Clock::duration quiet);
   ~Link() override;
 
   void start(const TicketRef& ticket, Clock::time_point now);
@@ -56,12 +57,13 @@ class Link : private Connection::Owner {
 
   void connect(Clock::time_point now, std::string error = "");
   void connect_failed(const std::string& reason, Clock::time_point now);
-  void on_connected();
+  void on_connected(Clock::time_point now);
   void send_waiting();
   void flush(Clock::time_point now);
   void settle(Clock::time_point now);
   void lose(Failure why, bool may_resend);
   void disconnect();
+  void fail_often_lost();
   void fail_all(const Failure& why);
   void watch(bool wants_write);
 
@@ -75,6 +77,7 @@ class Link : private Connection::Owner {
 
   int index_;
   Endpoint endpoint_;
+  std::string identity_;
   Headers headers_;
   int epoll_;
   Clock::duration quiet_;
@@ -83,6 +86,8 @@ class Link : private Connection::Owner {
   size_t attempt_ = 0;
   std::unique_ptr<Connection> connection_;
   int32_t stream_ = 0;
+  // The stream has said that the right duck is behind it; nothing is sent before.
+  bool is_proven_ = false;
   bool is_watching_writes_ = false;
   std::vector<TicketRef> in_flight_;
   size_t max_reply_bytes_ = 0;  // of all that this connection was sent

@@ -1,5 +1,7 @@
 #include "peer.h"
 
+#include <new>
+
 namespace duck::stream {
 namespace {
 
@@ -22,8 +24,12 @@ Peer::Peer(uint64_t id, int socket, House* house)
 Peer::~Peer() {
   for (const auto& [stream_id, call] : calls_) {
     house_->call_ended();
-    if (!call.is_forward)
-      house_->control_event({call.control_id, ControlEvent::kGone, "", Message()});
+    try {
+      if (!call.is_forward)
+        house_->control_event({call.control_id, ControlEvent::kGone, "", Message()});
+    } catch (const std::bad_alloc&) {
+      // Then it is answered, to nobody.
+    }
   }
   calls_.clear();
 }
@@ -50,7 +56,10 @@ void Peer::deliver(int32_t stream_id, PayloadRef reply) {
   Stream* stream = connection_.find(stream_id);
   if (found == calls_.end() || !stream) return;
   --found->second.num_computing;
-  if (!stream->is_ending) connection_.send(stream, std::move(reply));
+  if (!reply)
+    connection_.finish(stream, {kStatusResourceExhausted, "the duck has no memory"});
+  else if (!stream->is_ending)
+    connection_.send(stream, std::move(reply));
   end_if_answered(stream, found->second);
 }
 
@@ -103,7 +112,9 @@ void Peer::on_headers(Stream* stream, bool) {
   else
     call.control_id = house_->control_call(this, stream->id);
   calls_.emplace(stream->id, call);
-  connection_.respond(stream);
+  Headers more;
+  if (call.is_forward) more.emplace_back(kIdentityHeader, house_->identity());
+  connection_.respond(stream, more);
   if (!call.is_forward)
     house_->control_event({call.control_id, ControlEvent::kStart, method, Message()});
 }
@@ -151,6 +162,11 @@ void Peer::on_refusal(Stream* stream, Connection::Refusal why) {
   if (why == Connection::Refusal::kCompressed)
     return connection_.finish(
         stream, {kStatusUnimplemented, "a duck does not read compressed messages"});
+  if (why == Connection::Refusal::kNoMemory)
+    return connection_.finish(
+        stream, {kStatusResourceExhausted,
+                 "the duck has no memory for a message of " +
+                     std::to_string(stream->inbox.announced_bytes()) + " bytes"});
   connection_.finish(
       stream,
       {kStatusResourceExhausted,

@@ -32,6 +32,7 @@ class Peer : private Connection::Owner {
     virtual uint64_t control_call(Peer* peer, int32_t stream_id) = 0;
     virtual void control_event(ControlEvent event) = 0;
     virtual size_t max_message_bytes() const = 0;
+    virtual const std::string& identity() const = 0;
   };
 
   Peer(uint64_t id, int socket, House* house);

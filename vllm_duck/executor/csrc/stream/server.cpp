@@ -9,6 +9,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <new>
 #include <stdexcept>
 
 #include "endpoint.h"
@@ -88,7 +89,7 @@ void Server::stop(double grace_s) {
       is_compute_over_ = true;
     }
     job_ready_.notify_all();
-    compute_thread_.join();
+    if (compute_thread_.joinable()) compute_thread_.join();
   }
   std::lock_guard<std::mutex> lock(events_mutex_);
   are_events_over_ = true;
@@ -128,6 +129,7 @@ void Server::with_control_call(uint64_t call_id,
   auto found = peers_.find(peer_id);
   if (found == peers_.end()) return;
   Peer* peer = found->second.get();
+  peer_at_work_ = peer_id;
   act(peer, stream_id);
   after_io(peer, peer->connection().flush());
 }
@@ -139,11 +141,11 @@ void Server::serve() {
     int timeout_ms = has_job ? 0 : is_draining_ ? 10 : -1;
     int count = ::epoll_wait(epoll_, events, kMaxEvents, timeout_ms);
     for (int i = 0; i < count; ++i) {
-      on_readiness(events[i].data.u64, events[i].events);
+      survive([&] { on_readiness(events[i].data.u64, events[i].events); });
       // At once: the other hosts' requests are no reason for this one to wait.
-      compute_next();
+      survive([&] { compute_next(); });
     }
-    if (count <= 0) compute_next();
+    if (count <= 0) survive([&] { compute_next(); });
   }
   for (auto& [id, socket] : leaving_) ::close(socket);
   leaving_.clear();
@@ -151,7 +153,18 @@ void Server::serve() {
   close_listeners();
 }
 
+// Where there is no memory, the connection at work is lost and not the duck.
+template <class Work>
+void Server::survive(const Work& work) {
+  try {
+    work();
+  } catch (const std::bad_alloc&) {
+    peers_.erase(peer_at_work_);
+  }
+}
+
 void Server::on_readiness(uint64_t key, uint32_t events) {
+  peer_at_work_ = key;
   if (key == kWakeKey) return run_posted();
   if (key < kFirstPeerKey) {
     if (!options_.listeners.empty()) accept_from(options_.listeners[size_t(key - 1)]);
@@ -177,7 +190,13 @@ void Server::accept_from(int listener) {
   }
   tune_socket(socket, kPeerLostS);
   uint64_t id = ++last_peer_id_;
-  auto peer = std::make_unique<Peer>(id, socket, static_cast<Peer::House*>(this));
+  std::unique_ptr<Peer> peer;
+  try {
+    peer = std::make_unique<Peer>(id, socket, static_cast<Peer::House*>(this));
+  } catch (const std::bad_alloc&) {
+    ::close(socket);
+    return;
+  }
   watch(epoll_, EPOLL_CTL_ADD, socket, id, EPOLLIN);
   Peer* added = (peers_[id] = std::move(peer)).get();
   after_io(added, added->connection().flush());
@@ -208,6 +227,10 @@ void Server::post(Task task) {
     std::lock_guard<std::mutex> lock(posted_mutex_);
     posted_.push_back(std::move(task));
   }
+  wake();
+}
+
+void Server::wake() {
   uint64_t one = 1;
   (void)!::write(wake_, &one, sizeof one);
 }
@@ -220,7 +243,15 @@ void Server::run_posted() {
     std::lock_guard<std::mutex> lock(posted_mutex_);
     tasks.swap(posted_);
   }
-  for (auto& task : tasks) task();
+  for (auto& task : tasks) survive(task);
+  std::unique_ptr<Job> done;
+  {
+    std::lock_guard<std::mutex> lock(job_mutex_);
+    done = std::move(done_job_);
+  }
+  if (!done) return;
+  is_computing_ = false;
+  deliver(done.get());
 }
 
 void Server::begin_drain(Clock::time_point give_up) {
@@ -277,6 +308,7 @@ void Server::compute_next() {
   auto found = peers_.find(ready_.front());
   ready_.pop_front();
   if (found == peers_.end()) return;
+  peer_at_work_ = found->first;
   Peer* peer = found->second.get();
   peer->is_queued = false;
   if (!peer->has_job()) return;
@@ -304,6 +336,7 @@ void Server::queue(Peer* peer) {
 void Server::deliver(Job* job) {
   auto found = peers_.find(job->peer_id);
   if (found == peers_.end()) return;
+  peer_at_work_ = job->peer_id;
   Peer* peer = found->second.get();
   peer->deliver(job->stream_id, std::move(job->reply));
   after_io(peer, peer->connection().flush());
@@ -319,10 +352,11 @@ void Server::compute_long_jobs() {
       job = std::move(long_job_);
     }
     answer(options_.compute, job.get());
-    post([this, done = std::shared_ptr<Job>(std::move(job))] {
-      is_computing_ = false;
-      deliver(done.get());
-    });
+    {
+      std::lock_guard<std::mutex> lock(job_mutex_);
+      done_job_ = std::move(job);
+    }
+    wake();
   }
 }
 

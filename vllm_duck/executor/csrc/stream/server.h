@@ -30,6 +30,7 @@ struct ServerOptions {
   std::vector<int> listeners;  // taken over
   Compute compute;
   std::string authorization;  // what callers must send; empty: nothing
+  std::string identity;
   size_t max_message_bytes;
   size_t max_calls;
 };
@@ -57,6 +58,7 @@ class Server : private Peer::House {
   void accept_from(int listener);
   void close_listeners();
   void post(Task task);
+  void wake();
   void run_posted();
   void begin_drain(Clock::time_point give_up);
   void leave(Peer* peer);
@@ -71,12 +73,15 @@ class Server : private Peer::House {
   void compute_long_jobs();
 
   void after_io(Peer* peer, bool is_alive);
+  template <class Work>
+  void survive(const Work& work);
 
   Status admit(const std::string& method, const Headers& headers) override;
   void call_ended() override { --num_calls_; }
   uint64_t control_call(Peer* peer, int32_t stream_id) override;
   void control_event(ControlEvent event) override;
   size_t max_message_bytes() const override { return options_.max_message_bytes; }
+  const std::string& identity() const override { return options_.identity; }
 
   ServerOptions options_;
   int epoll_ = -1;
@@ -89,6 +94,7 @@ class Server : private Peer::House {
 
   // Of the serving thread alone.
   std::unordered_map<uint64_t, std::unique_ptr<Peer>> peers_;
+  uint64_t peer_at_work_ = 0;
   std::deque<uint64_t> ready_;  // peers with a request to compute, in turn
   size_t num_calls_ = 0;
   uint64_t last_peer_id_ = 0;
@@ -103,6 +109,7 @@ class Server : private Peer::House {
   std::mutex job_mutex_;
   std::condition_variable job_ready_;
   std::unique_ptr<Job> long_job_;
+  std::unique_ptr<Job> done_job_;
   bool is_computing_ = false;  // a long job
   bool is_compute_over_ = false;
 

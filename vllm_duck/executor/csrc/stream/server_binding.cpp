@@ -30,33 +30,28 @@ void destroy_server(PyObject* capsule) {
   delete held;
 }
 
-// server_new(listeners, compute, authorization, max_message_bytes, max_calls) -> server
+// server_new(listeners, compute, authorization, identity, max_message_bytes, max_calls)
+// -> server
 PyObject* server_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  if (!require_args(num_args, 5)) return nullptr;
+  if (!require_args(num_args, 6)) return nullptr;
   ServerOptions options;
   for (Py_ssize_t i = 0; i < PyTuple_Size(args[0]); ++i)
     options.listeners.push_back(int(PyLong_AsLong(PyTuple_GetItem(args[0], i))));
   auto* compute = from_capsule<Compute>(args[1], kComputeName);
-  if (!compute || !read_string(args[2], &options.authorization)) return nullptr;
+  if (!compute || !read_string(args[2], &options.authorization) ||
+      !read_string(args[3], &options.identity))
+    return nullptr;
   options.compute = *compute;
-  options.max_message_bytes = PyLong_AsSize_t(args[3]);
-  options.max_calls = PyLong_AsSize_t(args[4]);
+  options.max_message_bytes = PyLong_AsSize_t(args[4]);
+  options.max_calls = PyLong_AsSize_t(args[5]);
   if (PyErr_Occurred()) return nullptr;
-  try {
-    return PyCapsule_New(new HeldServer(options, args[1]), kServerName, destroy_server);
-  } catch (const std::exception& error) {
-    return raise(error);
-  }
+  return PyCapsule_New(new HeldServer(options, args[1]), kServerName, destroy_server);
 }
 
 PyObject* server_start(PyObject*, PyObject* capsule) {
   auto* held = from_capsule<HeldServer>(capsule, kServerName);
   if (!held) return nullptr;
-  try {
-    held->server->start();
-  } catch (const std::exception& error) {
-    return raise(error);
-  }
+  held->server->start();
   Py_RETURN_NONE;
 }
 
@@ -122,13 +117,13 @@ PyObject* echo_duck(PyObject*, PyObject*) {
 
 std::vector<PyMethodDef> server_functions() {
   return {
-      fast("server_new", server_new),
-      single("server_start", server_start),
-      fast("server_stop", server_stop),
-      single("server_next_event", server_next_event),
-      fast("server_send", server_send),
-      fast("server_finish", server_finish),
-      no_args("echo_compute", echo_duck),
+      fast<server_new>("server_new"),
+      single<server_start>("server_start"),
+      fast<server_stop>("server_stop"),
+      single<server_next_event>("server_next_event"),
+      fast<server_send>("server_send"),
+      fast<server_finish>("server_finish"),
+      no_args<echo_duck>("echo_compute"),
   };
 }
 

@@ -10,6 +10,9 @@ namespace duck::stream {
 
 using Headers = std::vector<std::pair<std::string, std::string>>;
 
+// What Forward's answer opens with: who the duck is, see identity.py.
+constexpr const char* kIdentityHeader = "duck-identity";
+
 // The value of a header, or null.
 const std::string* find_header(const Headers& headers, const char* name);
 

@@ -21,6 +21,7 @@ struct Failure {
     kTimeout = 2,
     kProtocol = 3,
     kClosed = 4,
+    kIdentity = 5,  // text: who answered instead of the duck
   };
   Kind kind;
   int code;

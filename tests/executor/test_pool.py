@@ -1,0 +1,17 @@
+"""Threads that work together: a share that throws leaves no other one behind."""
+
+import os
+import subprocess
+from pathlib import Path
+
+CSRC = Path(__file__).parent.parent.parent / "vllm_duck" / "executor" / "csrc"
+
+
+def test_an_exception_waits_for_all_shares_and_then_is_the_caller_s(tmp_path):
+    program = tmp_path / "pool_checks"
+    sources = [str(Path(__file__).with_name("pool_checks.cpp")), str(CSRC / "pool.cpp")]
+    compiler = os.environ.get("CXX", "g++")
+    flags = ["-std=c++17", "-O1", "-pthread", f"-I{CSRC}"]
+    subprocess.run([compiler, *flags, *sources, "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr

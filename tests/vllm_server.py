@@ -1,0 +1,88 @@
+"""`vllm serve` as a user runs it, for the time of a `with` block."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.waiting import WAIT_S, wait_until
+
+BIN = Path(sys.executable).parent
+MARK = "DUCK_TEST_MARK"
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+    base_url: str
+    mark: str
+    log: Path
+
+    def interrupt(self) -> int:
+        """What Ctrl-C in a terminal does; returns the exit code."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.process.wait(WAIT_S)
+
+    def is_up(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError(
+                f"the server did not start:\n{self.log.read_text()[-5000:]}"
+            )
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/health", timeout=WAIT_S):
+                return True
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def running_server(model: Path, log: Path, *flags: str) -> Iterator[Server]:
+    """A server that is up; it is ended also when it does not come up."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    mark = f"{MARK}-{uuid.uuid4().hex}"
+    command = [
+        *(BIN / "vllm", "serve", model, "--served-model-name", "tiny"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--max-model-len", "1024", "--kv-cache-memory-bytes", str(128 << 20)),
+        *flags,
+    ]
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        env={**os.environ, MARK: mark},
+        start_new_session=True,
+    )
+    server = Server(process, f"http://127.0.0.1:{port}", mark, log)
+    try:
+        wait_until(server.is_up)
+        yield server
+    finally:
+        server.kill()
+
+
+def marked_processes(mark: str) -> list[str]:
+    """Command lines of all processes that inherited the mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes():
+                    command = (entry / "cmdline").read_bytes()
+                    found.append(command.replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+    return [command for command in found if command]
