@@ -23,6 +23,7 @@ constexpr int kMaxEvents = 64;
 // Decode steps and small prompts: milliseconds of compute at most.
 constexpr uint32_t kInlineRows = 64;
 constexpr int kPeerLostS = 30;
+constexpr int kRestMs = 500;
 // Hosts that have received everything have this long to close their connections.
 constexpr auto kGoodbye = std::chrono::milliseconds(200);
 
@@ -61,8 +62,7 @@ Server::Server(const ServerOptions& options)
   wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (epoll_ < 0 || wake_ < 0) throw std::runtime_error(strerror(errno));
   watch(epoll_, EPOLL_CTL_ADD, wake_, kWakeKey, EPOLLIN);
-  for (size_t i = 0; i < options_.listeners.size(); ++i)
-    watch(epoll_, EPOLL_CTL_ADD, options_.listeners[i], i + 1, EPOLLIN);
+  watch_listeners(EPOLL_CTL_ADD);
 }
 
 Server::~Server() {
@@ -138,7 +138,7 @@ void Server::serve() {
   while (!is_drained()) {
     epoll_event events[kMaxEvents];
     bool has_job = !is_computing_ && !ready_.empty();
-    int timeout_ms = has_job ? 0 : is_draining_ ? 10 : -1;
+    int timeout_ms = has_job ? 0 : is_draining_ ? 10 : is_resting_ ? kRestMs : -1;
     int count = ::epoll_wait(epoll_, events, kMaxEvents, timeout_ms);
     for (int i = 0; i < count; ++i) {
       survive([&] { on_readiness(events[i].data.u64, events[i].events); });
@@ -146,6 +146,10 @@ void Server::serve() {
       survive([&] { compute_next(); });
     }
     if (count <= 0) survive([&] { compute_next(); });
+    if (is_resting_ && Clock::now() >= accept_at_) {
+      is_resting_ = false;
+      watch_listeners(EPOLL_CTL_ADD);
+    }
   }
   for (auto& [id, socket] : leaving_) ::close(socket);
   leaving_.clear();
@@ -183,7 +187,12 @@ void Server::on_readiness(uint64_t key, uint32_t events) {
 
 void Server::accept_from(int listener) {
   int socket = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-  if (socket < 0) return;
+  if (socket < 0) {
+    // The connection stays in the queue, and the listener ready.
+    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
+      rest(strerror(errno));
+    return;
+  }
   if (peers_.size() >= kMaxPeers) {
     ::close(socket);
     return;
@@ -202,6 +211,20 @@ void Server::accept_from(int listener) {
   after_io(added, added->connection().flush());
 }
 
+void Server::watch_listeners(int operation) {
+  for (size_t i = 0; i < options_.listeners.size(); ++i)
+    watch(epoll_, operation, options_.listeners[i], i + 1, EPOLLIN);
+}
+
+void Server::rest(const char* reason) {
+  if (is_resting_) return;
+  is_resting_ = true;
+  accept_at_ = Clock::now() + std::chrono::milliseconds(kRestMs);
+  watch_listeners(EPOLL_CTL_DEL);
+  if (std::exchange(is_rest_told_, true)) return;
+  control_event({0, ControlEvent::kNotice, reason, Message()});
+}
+
 void Server::close_listeners() {
   for (int listener : options_.listeners) ::close(listener);
   options_.listeners.clear();
@@ -212,6 +235,7 @@ void Server::after_io(Peer* peer, bool is_alive) {
   if (!is_alive) {
     if (is_draining_ && peer->connection().is_finished()) leave(peer);
     peers_.erase(id);
+    accept_at_ = {};  // a descriptor is free
     return;
   }
   queue(peer);
