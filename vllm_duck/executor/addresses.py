@@ -8,6 +8,7 @@ that mDNS or another module of nsswitch.conf gives.
 import contextlib
 import errno
 import socket
+from typing import Any
 from urllib.parse import quote
 
 from vllm_duck.endpoints import UNIX_PREFIX, split_host_port
@@ -56,6 +57,6 @@ def local_addresses(host: str) -> list[str]:
     return found
 
 
-def _lookup(host: str) -> list[tuple[socket.AddressFamily, tuple]]:
+def _lookup(host: str) -> list[tuple[socket.AddressFamily, Any]]:
     entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [(family, address) for family, _, _, _, address in entries]

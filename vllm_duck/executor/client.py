@@ -200,7 +200,7 @@ class GrpcDuck:
         except OSError as error:
             code = grpc.StatusCode.UNAVAILABLE.value[0]
             raise error_of_status(self._name, code, str(error.strerror)) from error
-        options = list(_CHANNEL_OPTIONS)
+        options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
         if not self._name.startswith(UNIX_PREFIX):
             # The name that was asked for, which a certificate must have.
             options.append(("grpc.default_authority", self._name))
