@@ -23,12 +23,12 @@ constexpr int kMaxEvents = 64;
 // Decode steps and small prompts: milliseconds of compute at most.
 constexpr uint32_t kInlineRows = 64;
 constexpr int kPeerLostS = 30;
-constexpr int kRestMs = 500;
 // Hosts that have received everything have this long to close their connections.
 constexpr auto kGoodbye = std::chrono::milliseconds(200);
 
 // Keys of epoll events: the eventfd, listeners by index, then peers by id.
 constexpr uint64_t kWakeKey = 0;
+constexpr uint64_t kFirstListenerKey = 1;
 constexpr uint64_t kFirstPeerKey = 1 << 16;
 
 // Takes as long for every wrong value of the right length.
@@ -62,13 +62,13 @@ Server::Server(const ServerOptions& options)
   wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (epoll_ < 0 || wake_ < 0) throw std::runtime_error(strerror(errno));
   watch(epoll_, EPOLL_CTL_ADD, wake_, kWakeKey, EPOLLIN);
-  watch_listeners(EPOLL_CTL_ADD);
+  listeners_ = std::make_unique<Listeners>(options.listeners, epoll_, kFirstListenerKey);
 }
 
 Server::~Server() {
   stop(0);
   peers_.clear();
-  close_listeners();
+  listeners_->close();
   ::close(wake_);
   ::close(epoll_);
 }
@@ -138,7 +138,8 @@ void Server::serve() {
   while (!is_drained()) {
     epoll_event events[kMaxEvents];
     bool has_job = !is_computing_ && !ready_.empty();
-    int timeout_ms = has_job ? 0 : is_draining_ ? 10 : is_resting_ ? kRestMs : -1;
+    int timeout_ms = has_job ? 0 : is_draining_ ? 10 : -1;
+    if (timeout_ms < 0 && listeners_->is_resting()) timeout_ms = Listeners::kRestMs;
     int count = ::epoll_wait(epoll_, events, kMaxEvents, timeout_ms);
     for (int i = 0; i < count; ++i) {
       survive([&] { on_readiness(events[i].data.u64, events[i].events); });
@@ -146,15 +147,12 @@ void Server::serve() {
       survive([&] { compute_next(); });
     }
     if (count <= 0) survive([&] { compute_next(); });
-    if (is_resting_ && Clock::now() >= accept_at_) {
-      is_resting_ = false;
-      watch_listeners(EPOLL_CTL_ADD);
-    }
+    if (listeners_->is_resting()) listeners_->wake(Clock::now());
   }
   for (auto& [id, socket] : leaving_) ::close(socket);
   leaving_.clear();
   peers_.clear();
-  close_listeners();
+  listeners_->close();
 }
 
 // Where there is no memory, the connection at work is lost and not the duck.
@@ -171,8 +169,7 @@ void Server::on_readiness(uint64_t key, uint32_t events) {
   peer_at_work_ = key;
   if (key == kWakeKey) return run_posted();
   if (key < kFirstPeerKey) {
-    if (!options_.listeners.empty()) accept_from(options_.listeners[size_t(key - 1)]);
-    return;
+    return accept_from(key);
   }
   auto left = leaving_.find(key);
   if (left != leaving_.end() && is_left(left->second)) leaving_.erase(left);
@@ -185,14 +182,11 @@ void Server::on_readiness(uint64_t key, uint32_t events) {
   after_io(found->second.get(), is_alive);
 }
 
-void Server::accept_from(int listener) {
-  int socket = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-  if (socket < 0) {
-    // The connection stays in the queue, and the listener ready.
-    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
-      rest(strerror(errno));
-    return;
-  }
+void Server::accept_from(uint64_t listener_key) {
+  std::string notice;
+  int socket = listeners_->accept(listener_key, &notice);
+  if (!notice.empty()) control_event({0, ControlEvent::kNotice, notice, Message()});
+  if (socket < 0) return;
   if (peers_.size() >= kMaxPeers) {
     ::close(socket);
     return;
@@ -211,31 +205,12 @@ void Server::accept_from(int listener) {
   after_io(added, added->connection().flush());
 }
 
-void Server::watch_listeners(int operation) {
-  for (size_t i = 0; i < options_.listeners.size(); ++i)
-    watch(epoll_, operation, options_.listeners[i], i + 1, EPOLLIN);
-}
-
-void Server::rest(const char* reason) {
-  if (is_resting_) return;
-  is_resting_ = true;
-  accept_at_ = Clock::now() + std::chrono::milliseconds(kRestMs);
-  watch_listeners(EPOLL_CTL_DEL);
-  if (std::exchange(is_rest_told_, true)) return;
-  control_event({0, ControlEvent::kNotice, reason, Message()});
-}
-
-void Server::close_listeners() {
-  for (int listener : options_.listeners) ::close(listener);
-  options_.listeners.clear();
-}
-
 void Server::after_io(Peer* peer, bool is_alive) {
   uint64_t id = peer->id();
   if (!is_alive) {
     if (is_draining_ && peer->connection().is_finished()) leave(peer);
     peers_.erase(id);
-    accept_at_ = {};  // a descriptor is free
+    listeners_->end_rest();  // a descriptor is free
     return;
   }
   queue(peer);
@@ -282,7 +257,7 @@ void Server::begin_drain(Clock::time_point give_up) {
   if (is_draining_) return;
   is_draining_ = true;
   give_up_ = give_up;
-  close_listeners();
+  listeners_->close();
   std::vector<Peer*> peers;
   for (auto& [id, peer] : peers_) peers.push_back(peer.get());
   for (Peer* peer : peers) {

@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "listeners.h"
 #include "peer.h"
 
 namespace duck::stream {
@@ -55,10 +56,7 @@ class Server : private Peer::House {
 
   void serve();
   void on_readiness(uint64_t key, uint32_t events);
-  void accept_from(int listener);
-  void watch_listeners(int operation);
-  void rest(const char* reason);
-  void close_listeners();
+  void accept_from(uint64_t listener_key);
   void post(Task task);
   void wake();
   void run_posted();
@@ -95,6 +93,7 @@ class Server : private Peer::House {
   std::vector<Task> posted_;
 
   // Of the serving thread alone.
+  std::unique_ptr<Listeners> listeners_;
   std::unordered_map<uint64_t, std::unique_ptr<Peer>> peers_;
   uint64_t peer_at_work_ = 0;
   std::deque<uint64_t> ready_;  // peers with a request to compute, in turn
@@ -102,10 +101,6 @@ class Server : private Peer::House {
   uint64_t last_peer_id_ = 0;
   uint64_t last_call_id_ = 0;
   std::unordered_map<uint64_t, std::pair<uint64_t, int32_t>> control_calls_;
-  // Out of descriptors or memory: the listeners are not watched until accept_at_.
-  bool is_resting_ = false;
-  bool is_rest_told_ = false;
-  Clock::time_point accept_at_{};
   // While draining: sockets of peers to whom all is said, by the peers' ids.
   std::unordered_map<uint64_t, int> leaving_;
   bool is_draining_ = false;
