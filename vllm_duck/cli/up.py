@@ -68,7 +68,8 @@ def add_parser(
         "--threads",
         type=options.positive_int,
         metavar="N",
-        help="kernel threads of each duck (default: the cpus over the ducks)",
+        help="kernel threads of each duck (default: the cpus, or the container's "
+        "quota, over the ducks)",
     )
     options.add_weight_format(parser)
     options.add_transport(parser)
