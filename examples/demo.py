@@ -33,7 +33,6 @@ def main() -> None:
     llm = LLM(
         model=str(options.model),
         max_model_len=2048,
-        kv_cache_memory_bytes=256 << 20,
         # The checkpoint's own MTP layer drafts; `--no-drafts` decodes without.
         speculative_config={"method": "duck_mtp1"} if options.drafts else None,
         disable_log_stats=False,

@@ -13,10 +13,16 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model, tmp_path_factory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("serve") / "log"
-    flags = ("--additional-config", '{"duck": {"local_ducks": 2}}')
-    with running_server(tiny_model, log, *flags) as running:
+def server(tiny_model, tmp_path_factory, hostile_directory) -> Iterator[Server]:
+    """Started where a user has modules of his own, and for the first time."""
+    with running_server(
+        tiny_model,
+        tmp_path_factory.mktemp("serve") / "log",
+        *("--additional-config", '{"duck": {"local_ducks": 2}}'),
+        directory=hostile_directory,
+        # vLLM looks at a model's class once, in a process of its own.
+        environment={"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))},
+    ) as running:
         yield running
 
 
@@ -26,6 +32,15 @@ def client(server) -> OpenAI:
 
 
 PROMPTS = [f"Is {number} prime?\n" for number in (91, 97, 101, 119)]
+
+
+def test_nothing_is_imported_from_the_working_directory(server, hostile_directory):
+    assert not list(hostile_directory.glob("*.executed"))
+
+
+def test_the_kv_caches_have_what_the_requests_could_use(server):
+    line = "tokens, as 16 requests of 1,024 could use; --kv-cache-memory-bytes sets"
+    assert line in server.log.read_text()
 
 
 def test_completions(client):

@@ -48,22 +48,33 @@ class Server:
 
 
 @contextmanager
-def running_server(model: Path, log: Path, *flags: str) -> Iterator[Server]:
-    """A server that is up; it is ended also when it does not come up."""
+def running_server(
+    model: Path,
+    log: Path,
+    *flags: str,
+    directory: Path | None = None,
+    environment: dict[str, str] | None = None,
+) -> Iterator[Server]:
+    """A server that is up; it is ended also when it does not come up.
+
+    directory: it starts there; by default where the tests do.
+    environment: what it has besides the tests' own.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     mark = f"{MARK}-{uuid.uuid4().hex}"
     command = [
         *(BIN / "vllm", "serve", model, "--served-model-name", "tiny"),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", "1024", "--kv-cache-memory-bytes", str(128 << 20)),
+        *("--max-model-len", "1024", "--max-num-seqs", "16"),
         *flags,
     ]
     process = subprocess.Popen(
         [str(part) for part in command],
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
-        env={**os.environ, MARK: mark},
+        env={**os.environ, MARK: mark, **(environment or {})},
+        cwd=directory,
         start_new_session=True,
     )
     server = Server(process, f"http://127.0.0.1:{port}", mark, log)

@@ -109,7 +109,7 @@ def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(
         self: Any, usage_context: Any = None, headless: bool = False
     ) -> Any:
-        from vllm_duck import setup_engine
+        from vllm_duck import kv_space, setup_engine
 
         config = setup_engine.duck_config(self, os.environ)
         if config is None:
@@ -117,9 +117,10 @@ def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, usage_context, headless)
         resolved = setup_engine.resolve(config, self, os.environ)
         args = setup_engine.rewrite(self, resolved)
-        with _v1_runner(os.environ):
+        with _v1_runner(os.environ), _safe_path(os.environ):
             vllm_config = original(args, usage_context, headless)
             setup_engine.check(vllm_config)
+        kv_space.set_default(vllm_config)
         return vllm_config
 
     return create_engine_config
@@ -141,6 +142,23 @@ def _v1_runner(environ: MutableMapping[str, str]) -> Iterator[None]:
         if was_free:
             _restore_stock(environ)
         raise
+
+
+@contextmanager
+def _safe_path(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Keep the working directory off the path of what vLLM starts meanwhile.
+
+    It looks at a model class in a `python -m`, which would import a user's queue.py
+    instead of Python's.
+    """
+    before = environ.get("PYTHONSAFEPATH")
+    environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del environ["PYTHONSAFEPATH"]
+        if before is not None:
+            environ["PYTHONSAFEPATH"] = before
 
 
 def _name_the_method(original: Callable[..., Any]) -> Callable[..., Any]:
