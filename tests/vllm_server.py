@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.waiting import WAIT_S, wait_until
+from vllm_duck.hooks import STOP_VARIABLE
 
 BIN = Path(sys.executable).parent
 MARK = "DUCK_TEST_MARK"
@@ -29,6 +30,12 @@ class Server:
         """What Ctrl-C in a terminal does; returns the exit code."""
         os.killpg(self.process.pid, signal.SIGINT)
         return self.process.wait(WAIT_S)
+
+    def assert_calm(self) -> None:
+        """Nothing in the log would alarm a user who has stopped the server."""
+        log = self.log.read_text()
+        for alarm in ("force killing", "Traceback", "ERROR", "leaked"):
+            assert alarm not in log, log[-3000:]
 
     def is_up(self) -> bool:
         if self.process.poll() is not None:
@@ -73,7 +80,13 @@ def running_server(
         [str(part) for part in command],
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
-        env={**os.environ, MARK: mark, **(environment or {})},
+        # The bounds of a slow machine for vLLM's processes too.
+        env={
+            **os.environ,
+            MARK: mark,
+            STOP_VARIABLE: str(int(WAIT_S)),
+            **(environment or {}),
+        },
         cwd=directory,
         start_new_session=True,
     )
