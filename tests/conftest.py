@@ -14,6 +14,8 @@ from tests import failing_memory as failing_memory_library
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Nobody listens: tests must not wait for a usage report to fail.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Threads of torch that wait must not take the cpu from those that compute.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "models" / "tiny-v32"
 
