@@ -50,7 +50,7 @@ def test_nothing_is_imported_from_the_working_directory(server, hostile_director
 
 
 def test_the_kv_caches_have_what_the_requests_could_use(server):
-    line = "tokens, as 16 requests of 1,024 could use; --kv-cache-memory-bytes sets"
+    line = "tokens, as 16 requests of 2,048 could use; --kv-cache-memory-bytes sets"
     assert line in server.log.read_text()
 
 

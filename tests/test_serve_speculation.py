@@ -1,11 +1,14 @@
 """`vllm serve --speculative-config '{"method": "duck_mtp1"}'` by the OpenAI client."""
 
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
 from openai import OpenAI
 
+from examples import tool_call
 from tests.tool_calls import CALL, CHAT_FLAGS, call_at_once, call_in_pieces
 from tests.vllm_server import Server, running_server
 from tests.waiting import WAIT_S, wait_until
@@ -71,6 +74,14 @@ def test_a_tool_call_is_the_one_of_plain_decoding(server):
     """`tests/test_serve.py` has the same call without drafts."""
     client = OpenAI(base_url=f"{server.base_url}/v1", api_key="none")
     assert call_at_once(client) == call_in_pieces(client) == CALL
+
+
+def test_the_example_of_a_tool_call_runs(server):
+    command = [sys.executable, tool_call.__file__, "--url", f"{server.base_url}/v1"]
+    done = subprocess.run([*command, "--force"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "call: sort_digits(" in done.stdout
+    assert "\nanswer: " in done.stdout
 
 
 def _metric(server, name):

@@ -8,7 +8,7 @@ from examples.tool_call import QUESTION, TOOLS
 
 # DeepSeek-V3.2's own checkpoint: no chat template, vLLM encodes by itself.
 CHAT_FLAGS = (
-    *("--max-model-len", "2048", "--reasoning-parser", "deepseek_v3"),
+    *("--reasoning-parser", "deepseek_v3"),
     *("--tool-call-parser", "deepseek_v32", "--enable-auto-tool-choice"),
 )
 

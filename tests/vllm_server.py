@@ -73,7 +73,7 @@ def running_server(
     command = [
         *(BIN / "vllm", "serve", model, "--served-model-name", "tiny"),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", "1024", "--max-num-seqs", "16"),
+        *("--max-model-len", "2048", "--max-num-seqs", "16"),
         *flags,
     ]
     process = subprocess.Popen(
