@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_S
+
 ROOT = Path(__file__).parent.parent
 # What the scripts call; a test adds to it, or puts something else in its place.
 TOOLS = ("bash", "cut", "dirname", "du", "find", "grep", "id", "mkdir", "mktemp", "mv")
@@ -56,7 +58,7 @@ def run_script(name, tmp_path, programs, *arguments, **environ):
         env={"PATH": make_path(tmp_path, programs), **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
 
 
@@ -255,7 +257,7 @@ def build_stream(clone, **environ):
         env={**os.environ, "VLLM_DUCK_EXTENSION": "_stream", **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
 
 

@@ -20,7 +20,7 @@ from tests.executor.wire_peers import check_echo
 from vllm_duck.errors import DuckError
 from vllm_duck.executor.fleet import Fleet
 try:
-    with Fleet.connect([sys.argv[1]], transport=sys.argv[2], deadline_s=60) as fleet:
+    with Fleet.connect([sys.argv[1]], transport=sys.argv[2], deadline_s=600) as fleet:
         check_echo(fleet, make_request())
 except DuckError as error:
     sys.exit(str(error))

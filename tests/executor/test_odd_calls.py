@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from tests.executor.mini_model import make_request
 from tests.executor.wire_peers import SERVERS, serving
+from tests.waiting import WAIT_S
 from vllm_duck.executor import codec
 from vllm_duck.executor.security import ServerSecurity
 from vllm_duck.executor.wire import DESCRIBE_METHOD, FORWARD_METHOD, SERVICE
@@ -79,7 +80,9 @@ def channel(request):
 
 
 def _status(channel, method, messages, metadata):
-    call = channel.stream_stream(method)(iter(messages), timeout=60, metadata=metadata)
+    call = channel.stream_stream(method)(
+        iter(messages), timeout=WAIT_S, metadata=metadata
+    )
     try:
         list(call)
     except grpc.RpcError as error:
@@ -116,7 +119,7 @@ def test_metadata_is_taken_up_to_16_kb(channel, name, method):
 @pytest.mark.parametrize("service", ["", SERVICE])
 def test_who_watches_the_duck_is_told_its_health(channel, service):
     watch = health_pb2_grpc.HealthStub(channel).Watch(
-        health_pb2.HealthCheckRequest(service=service), timeout=60
+        health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S
     )
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
     watch.cancel()
@@ -125,10 +128,10 @@ def test_who_watches_the_duck_is_told_its_health(channel, service):
 def test_who_watches_an_unknown_service_is_told_so_and_the_call_stays_open(channel):
     stub = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service="nobody")
-    watch = stub.Watch(request, timeout=60)
+    watch = stub.Watch(request, timeout=WAIT_S)
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
     # An answer to a later call, in order, and nothing has ended the watch before it.
-    stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60)
+    stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=WAIT_S)
     assert watch.is_active()
     watch.cancel()
 
