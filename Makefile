@@ -11,6 +11,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_FLAGS ?= --quick
+# Each of them takes whole files, in random order, and up to 4 GB with its engines.
+TEST_PROCESSES ?= 2
 
 FRESH ?= absent unreachable present
 FRESH_TESTS ?= 1
@@ -23,7 +25,8 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
+		--no-loadscope-reorder $(TEST_FLAGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

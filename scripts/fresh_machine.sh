@@ -111,9 +111,9 @@ in_root() {
 
 check_demo() {
   local transport="the native stream"
-  [ "$variant" != unreachable ] || transport="grpcio, since this build is without"
-  grep -qxF 85 "$root/tmp/demo.txt" || fail "47 + 38 is not 85 in the demo's text"
-  grep -qF "$transport" "$root/tmp/demo.txt" ||
+  [ "$variant" != unreachable ] || transport="grpcio, since this build is without it"
+  grep -qF "47 + 38 = 85" "$root/tmp/demo.txt" || fail "the demo's text cannot add"
+  grep -qF "calls   by $transport" "$root/tmp/demo.txt" ||
     fail "the demo's figures do not say: $transport"
 }
 

@@ -55,7 +55,8 @@ case $extension in
 kernel) tests="kernel kernel_shards kernel_errors requantize checksums codec crc32c" ;;
 stream)
   tests="stream_fuzz wire_matrix wire_cuts wire_faults wire_stock_server native_server"
-  tests="$tests native_stop native_sum"
+  # Not descriptors: the sanitizer opens pipes, and takes it for a finding if it cannot.
+  tests="$tests native_stop native_sum identity odd_calls names"
   ;;
 esac
 

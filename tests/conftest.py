@@ -14,6 +14,8 @@ from tests import failing_memory as failing_memory_library
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Nobody listens: tests must not wait for a usage report to fail.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Threads of torch that wait must not take the cpu from those that compute.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "models" / "tiny-v32"
 
@@ -69,15 +71,15 @@ def tiny_v3_model(tiny_model, tmp_path_factory) -> Path:
     return write_dequantized(tiny_model, out_dir, torch.bfloat16, as_dense_v3=True)
 
 
-@pytest.fixture
-def hostile_directory(tmp_path) -> Path:
+@pytest.fixture(scope="session")
+def hostile_directory(tmp_path_factory) -> Path:
     """A directory in whose files an import would run, if it were on a path.
 
     A user's own queue.py beside the model, and a clone without its extensions.
     """
-    directory = tmp_path / "hostile"
-    directory.mkdir()
-    for name in ("queue", "numpy", "socket", "logging", "json"):
+    directory = tmp_path_factory.mktemp("hostile")
+    # None that multiprocessing needs: its children start there, whoever uses it.
+    for name in ("queue", "numpy", "grpc"):
         code = f'open("{name}.executed", "w")\nraise SystemExit("{name}.py was run")\n'
         (directory / f"{name}.py").write_text(code)
     (directory / "vllm_duck").mkdir()

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.waiting import WAIT_S
+
 MAIN_THREAD, OTHER_THREADS = 1, 2
 ALL = 1 << 40
 
@@ -36,7 +38,7 @@ def run_module(name: str, *arguments: str, library: Path) -> str:
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=WAIT_S,
     )
     assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,10 @@ from vllm.exceptions import VLLMValidationError
 
 import vllm_duck
 from vllm_duck import hooks, setup_engine
+from vllm_duck.config import HAND_OVER_KEY
 from vllm_duck.errors import DuckError
 
+DUCK = {HAND_OVER_KEY: {}}
 PACKAGE = Path(vllm_duck.__file__).parent
 
 
@@ -94,6 +97,66 @@ def test_the_runner_is_swapped_only_while_a_worker_builds_it():
     with hooks.using_model_runner(Runner):
         assert cpu_worker.CPUModelRunner is Runner
     assert [getattr(module, name) for module, name in names] == before
+
+
+def test_only_duck_s_own_models_are_inspected_without_a_second_process(monkeypatch):
+    from vllm.model_executor.models import registry
+
+    def refuse(function):
+        raise AssertionError("a process was started")
+
+    hooks.install_hooks()
+    monkeypatch.setattr(registry, "_run_in_subprocess", refuse)
+    for target in setup_engine.MODEL_CLASSES.values():
+        info = registry._LazyRegisteredModel(*target.split(":")).inspect_model_cls()
+        assert info.is_text_generation_model
+        assert not info.supports_pp
+    stock = registry._LazyRegisteredModel(
+        "vllm.model_executor.models.gpt2", "GPT2LMHeadModel"
+    )
+    monkeypatch.setattr(stock.__class__, "_load_modelinfo_from_cache", lambda *_: None)
+    with pytest.raises(AssertionError, match="a process was started"):
+        stock.inspect_model_cls()
+
+
+class _Engine:
+    """As much of an AsyncLLM as `shutdown` touches before vLLM's own body."""
+
+    def __init__(self, additional_config):
+        self.vllm_config = SimpleNamespace(additional_config=additional_config)
+        self.output_handler = None
+        self.seen = []
+        manager = SimpleNamespace(shutdown=self.seen.append)
+        resources = SimpleNamespace(engine_manager=manager)
+        self.engine_core = SimpleNamespace(resources=resources)
+
+    def stop(self, timeout):
+        self.engine_core.resources.engine_manager.shutdown(timeout)
+
+
+@pytest.mark.parametrize(
+    ("additional_config", "timeout", "given"),
+    [(DUCK, 0, 7), (DUCK, 3, 3), ({}, 0, 0)],
+    ids=["ducks need time to end", "a user's own time", "stock"],
+)
+def test_processes_get_time_to_end_where_vllm_gives_none(
+    monkeypatch, additional_config, timeout, given
+):
+    monkeypatch.setenv(hooks.STOP_VARIABLE, "7")
+    engine = _Engine(additional_config)
+    hooks._let_the_engine_end(_Engine.stop)(engine, timeout)
+    assert engine.seen == [given]
+
+
+@pytest.mark.parametrize("has_ducks", [True, False])
+def test_an_engine_with_ducks_leaves_ctrl_c_to_its_server(monkeypatch, has_ducks):
+    calls = []
+    monkeypatch.setattr(signal, "signal", lambda *args: calls.append(args))
+    config = SimpleNamespace(additional_config=DUCK if has_ducks else {})
+    loop = hooks._leave_ctrl_c_to_the_server(lambda engine: calls.append("loop"))
+    loop(SimpleNamespace(vllm_config=config))
+    ignored = [(signal.SIGINT, signal.SIG_IGN)] if has_ducks else []
+    assert calls == [*ignored, "loop"]
 
 
 def _names_of_vllm(tree):

@@ -22,6 +22,7 @@ def _clean_environment(monkeypatch):
     monkeypatch.delenv("VLLM_DUCK_ENDPOINTS", raising=False)
     monkeypatch.setenv(setup_engine.RUNNER_VARIABLE, "0")
     monkeypatch.delenv(setup_engine.RUNNER_VARIABLE)
+    monkeypatch.setattr(hooks, "_chosen", set())
 
 
 def make_args(model, **changes):

@@ -2,21 +2,38 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from tests.tool_calls import CALL, CHAT_FLAGS, call_at_once, call_in_pieces
 from tests.vllm_server import Server, marked_processes, running_server
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
 
 
+def _without_chat_template(model: Path, directory: Path) -> Path:
+    """The same checkpoint as DeepSeek publishes V3.2: without a template for chats."""
+    for path in model.iterdir():
+        if path.name != "chat_template.jinja":
+            (directory / path.name).symlink_to(path.resolve())
+    return directory
+
+
 @pytest.fixture(scope="module")
-def server(tiny_model, tmp_path_factory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("serve") / "log"
-    flags = ("--additional-config", '{"duck": {"local_ducks": 2}}')
-    with running_server(tiny_model, log, *flags) as running:
+def server(tiny_model, tmp_path_factory, hostile_directory) -> Iterator[Server]:
+    """Started where a user has modules of his own, and for the first time."""
+    with running_server(
+        _without_chat_template(tiny_model, tmp_path_factory.mktemp("model")),
+        tmp_path_factory.mktemp("serve") / "log",
+        *("--additional-config", '{"duck": {"local_ducks": 2}}'),
+        *CHAT_FLAGS,
+        directory=hostile_directory,
+        # vLLM looks at a model's class once, in a process of its own.
+        environment={"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))},
+    ) as running:
         yield running
 
 
@@ -26,6 +43,15 @@ def client(server) -> OpenAI:
 
 
 PROMPTS = [f"Is {number} prime?\n" for number in (91, 97, 101, 119)]
+
+
+def test_nothing_is_imported_from_the_working_directory(server, hostile_directory):
+    assert not list(hostile_directory.glob("*.executed"))
+
+
+def test_the_kv_caches_have_what_the_requests_could_use(server):
+    line = "tokens, as 16 requests of 2,048 could use; --kv-cache-memory-bytes sets"
+    assert line in server.log.read_text()
 
 
 def test_completions(client):
@@ -49,6 +75,28 @@ def test_a_streamed_chat_says_what_a_whole_one_says(client):
     assert "".join(pieces) == whole
     # How many, apart from the role, depends on how fast each side is.
     assert len(pieces) > 1
+
+
+def test_vllm_encodes_chats_itself(server):
+    assert "tokenizer_mode='deepseek_v32'" in server.log.read_text()
+
+
+def test_reasoning_comes_apart_from_the_answer(client):
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Is 91 prime?"}],
+        max_tokens=200,
+        temperature=0,
+        extra_body={"chat_template_kwargs": {"thinking": True}},
+    )
+    message = answer.choices[0].message
+    assert message.reasoning
+    assert message.content
+    assert "think>" not in message.reasoning + message.content
+
+
+def test_a_tool_call_comes_at_once_and_in_pieces(client):
+    assert call_at_once(client) == call_in_pieces(client) == CALL
 
 
 def test_concurrent_requests_get_the_answers_they_get_alone(server, client):
@@ -76,3 +124,4 @@ def test_ducks_run_beside_the_server(server):
 def test_ctrl_c_ends_everything_with_exit_code_0(server):
     assert server.interrupt() == 0, server.log.read_text()[-3000:]
     wait_until(lambda: not marked_processes(server.mark))
+    server.assert_calm()

@@ -1,11 +1,15 @@
 """`vllm serve --speculative-config '{"method": "duck_mtp1"}'` by the OpenAI client."""
 
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
 from openai import OpenAI
 
+from examples import tool_call
+from tests.tool_calls import CALL, CHAT_FLAGS, call_at_once, call_in_pieces
 from tests.vllm_server import Server, running_server
 from tests.waiting import WAIT_S, wait_until
 
@@ -22,6 +26,7 @@ def server(tiny_model, tmp_path_factory) -> Iterator[Server]:
         *("--per-request-spec-decode-metrics", "summary"),
         # Whether a draft is worth its time depends on the machine.
         *("--additional-config", '{"duck": {"draft_gate": false}}'),
+        *CHAT_FLAGS,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
@@ -65,6 +70,46 @@ def test_options_that_vllm_refuses_under_speculation_are_served(complete, option
     assert complete(temperature=1.0, **option).choices[0].text
 
 
+def test_a_tool_call_is_the_one_of_plain_decoding(server):
+    """`tests/test_serve.py` has the same call without drafts."""
+    client = OpenAI(base_url=f"{server.base_url}/v1", api_key="none")
+    assert call_at_once(client) == call_in_pieces(client) == CALL
+
+
+def test_the_example_of_a_tool_call_runs(server):
+    command = [sys.executable, tool_call.__file__, "--url", f"{server.base_url}/v1"]
+    done = subprocess.run([*command, "--force"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "call: sort_digits(" in done.stdout
+    assert "\nanswer: " in done.stdout
+
+
+def _metric(server, name):
+    with urllib.request.urlopen(f"{server.base_url}/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_time_per_output_token_counts_tokens_where_inter_token_latency_does_not(
+    server, complete
+):
+    """Which metric docs/speculation.md says to watch."""
+    per_token = "vllm:request_time_per_output_token_seconds"
+    gaps = "vllm:inter_token_latency_seconds_count"
+    decode = "vllm:request_decode_time_seconds_sum"
+    names = (f"{per_token}_count", f"{per_token}_sum", decode, gaps)
+    before = [_metric(server, name) for name in names]
+    complete(max_tokens=41, extra_body={"ignore_eos": True})
+    wait_until(lambda: _metric(server, names[0]) > before[0])
+    after = [_metric(server, name) for name in names]
+    requests, token_s, decode_s, num_gaps = (
+        new - old for old, new in zip(before, after, strict=True)
+    )
+    assert requests == 1
+    assert token_s == pytest.approx(decode_s / 40)
+    assert num_gaps < 40
+
+
 def test_the_metrics_count_drafts(server, complete):
     complete()
 
@@ -101,3 +146,13 @@ def test_the_api_server_logs_what_lanes_bring(server, complete):
 def test_a_request_s_own_acceptance_comes_with_its_answer(complete):
     metrics = complete().model_dump()["metrics"]["speculative_decoding"]
     assert 0 < metrics["num_accepted_draft_tokens"] <= metrics["num_draft_tokens"]
+
+
+@pytest.mark.last
+def test_sigterm_ends_the_server_in_order_with_a_request_in_flight(server, complete):
+    events = complete(stream=True, max_tokens=900, extra_body={"ignore_eos": True})
+    next(iter(events))
+    server.process.terminate()
+    assert [e.choices[0].finish_reason for e in events][-1] == "abort"
+    assert server.process.wait(WAIT_S) == 0
+    server.assert_calm()

@@ -20,8 +20,10 @@ hooks.install_hooks()
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
     monkeypatch.delenv("VLLM_DUCK_ENDPOINTS", raising=False)
-    monkeypatch.setenv(setup_engine.RUNNER_VARIABLE, "0")
-    monkeypatch.delenv(setup_engine.RUNNER_VARIABLE)
+    for variable in (setup_engine.RUNNER_VARIABLE, hooks.STOP_VARIABLE):
+        monkeypatch.setenv(variable, "0")
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(hooks, "_chosen", set())
 
 
 def make_args(model, duck=(), additional_config=(), **changes):
@@ -82,6 +84,13 @@ def test_configuring_twice_gives_the_same(tiny_model, changes):
         assert config.model_config.served_model_name == changes.get(
             "served_model_name", str(tiny_model)
         )
+
+
+def test_the_api_server_finds_the_reasoning_parser(tiny_model):
+    """vLLM writes it into a record of the arguments, and the server reads it there."""
+    args = make_args(tiny_model, reasoning_parser="deepseek_v3")
+    args.create_engine_config()
+    assert args.structured_outputs_config.reasoning_parser == "deepseek_v3"
 
 
 def test_endpoints_in_the_environment_turn_duck_on(tiny_model, monkeypatch):

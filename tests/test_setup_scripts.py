@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_S
+
 ROOT = Path(__file__).parent.parent
 # What the scripts call; a test adds to it, or puts something else in its place.
 TOOLS = ("bash", "cut", "dirname", "du", "find", "grep", "id", "mkdir", "mktemp", "mv")
@@ -56,7 +58,7 @@ def run_script(name, tmp_path, programs, *arguments, **environ):
         env={"PATH": make_path(tmp_path, programs), **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
 
 
@@ -186,6 +188,42 @@ def test_libnuma_is_unpacked_too_where_it_is_missing(tmp_path):
     assert (tmp_path / "clone/build/libnuma/usr/lib/libnuma.so.1").exists()
 
 
+def whole_set_up(tmp_path, pip):
+    """Run all of it, on a machine without nghttp2, with pip given as text of bash."""
+    venv = f"""
+        mkdir -p "$3/bin" "$3/lib/python3.12/site-packages"
+        printf '#!%s\\n%s\\n' {shutil.which("bash")} '{pip}' >"$3/bin/python"
+        printf '#!%s\\n%s\\n' {shutil.which("bash")} 'echo $*' >"$3/bin/vllm-duck"
+        chmod +x "$3"/bin/*"""
+    programs = {
+        **WHOLE_MACHINE,
+        "python3": f'[ "$2" != venv ] || {{ {venv}; exit; }}; '
+        + WHOLE_MACHINE["python3"],
+        "g++": "[[ $* == *-E* ]] && echo 12",
+        "sudo": "exit 1",
+        "id": "echo 1000",
+    }
+    for tool in ("chmod", "tail"):
+        programs[tool] = f'exec {shutil.which(tool)} "$@"'
+    return run_script("setup_venv.sh", tmp_path, programs)
+
+
+def test_set_up_without_nghttp2_succeeds(tmp_path):
+    done = whole_set_up(tmp_path, "exit 0")
+    assert done.returncode == 0, done.stderr
+    assert "ducks will be called through grpcio" in done.stdout
+    assert done.stdout.endswith("doctor --fix\n")
+
+
+def test_a_part_that_fails_ends_set_up_with_the_end_of_its_log(tmp_path):
+    noise = "WARNING: Location x is ignored: it is neither a file nor a directory."
+    done = whole_set_up(tmp_path, f"echo {noise}; echo no torch for you; exit 1")
+    assert done.returncode == 1
+    assert "no torch for you" in done.stderr
+    assert "is ignored" not in done.stdout + done.stderr
+    assert "set-up failed in: PyTorch" in done.stderr
+
+
 STAND_IN = """
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -219,7 +257,7 @@ def build_stream(clone, **environ):
         env={**os.environ, "VLLM_DUCK_EXTENSION": "_stream", **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
 
 

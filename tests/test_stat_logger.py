@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from tests.waiting import wait_until
 from vllm_duck import stat_logger
 from vllm_duck.config import HAND_OVER_KEY, HandOver
 from vllm_duck.figures import FiguresFile, FiguresWriter, temporary_file
@@ -85,13 +86,6 @@ def test_the_log_tells_of_the_steps_since_the_last_line(path, duck_logger, monke
     assert "steps=2" in second
 
 
-def _wait_for(claim):
-    give_up_s = time.monotonic() + 30
-    while not claim():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.01)
-
-
 def test_the_last_step_before_a_pause_is_written_too(path):
     collected = []
 
@@ -104,7 +98,7 @@ def test_the_last_step_before_a_pause_is_written_too(path):
     for num_steps in range(1, 101):  # noqa: B007
         writer.step_done()
         time.sleep(0.002)
-    _wait_for(lambda: FiguresFile(path).read() == {"num_steps": 100})
+    wait_until(lambda: FiguresFile(path).read() == {"num_steps": 100})
     # At most twice a second.
     assert len(collected) <= 2 + 2 * (time.monotonic() - begin_s)
     writer.stop()
@@ -114,7 +108,7 @@ def test_figures_that_cannot_be_written_do_not_end_the_engine(tmp_path, caplog):
     path = tmp_path / "gone" / "figures.json"
     writer = FiguresWriter(path, lambda: STEPS)
     writer.step_done()
-    _wait_for(lambda: "no figures" in caplog.text)
+    wait_until(lambda: "no figures" in caplog.text)
     writer.step_done()
     writer.stop()
     assert [r.levelname for r in caplog.records] == ["WARNING"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.waiting import WAIT_S, wait_until
+from vllm_duck.hooks import STOP_VARIABLE
 
 BIN = Path(sys.executable).parent
 MARK = "DUCK_TEST_MARK"
@@ -29,6 +30,12 @@ class Server:
         """What Ctrl-C in a terminal does; returns the exit code."""
         os.killpg(self.process.pid, signal.SIGINT)
         return self.process.wait(WAIT_S)
+
+    def assert_calm(self) -> None:
+        """Nothing in the log would alarm a user who has stopped the server."""
+        log = self.log.read_text()
+        for alarm in ("force killing", "Traceback", "ERROR", "leaked"):
+            assert alarm not in log, log[-3000:]
 
     def is_up(self) -> bool:
         if self.process.poll() is not None:
@@ -48,22 +55,39 @@ class Server:
 
 
 @contextmanager
-def running_server(model: Path, log: Path, *flags: str) -> Iterator[Server]:
-    """A server that is up; it is ended also when it does not come up."""
+def running_server(
+    model: Path,
+    log: Path,
+    *flags: str,
+    directory: Path | None = None,
+    environment: dict[str, str] | None = None,
+) -> Iterator[Server]:
+    """A server that is up; it is ended also when it does not come up.
+
+    directory: it starts there; by default where the tests do.
+    environment: what it has besides the tests' own.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     mark = f"{MARK}-{uuid.uuid4().hex}"
     command = [
         *(BIN / "vllm", "serve", model, "--served-model-name", "tiny"),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", "1024", "--kv-cache-memory-bytes", str(128 << 20)),
+        *("--max-model-len", "2048", "--max-num-seqs", "16"),
         *flags,
     ]
     process = subprocess.Popen(
         [str(part) for part in command],
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
-        env={**os.environ, MARK: mark},
+        # The bounds of a slow machine for vLLM's processes too.
+        env={
+            **os.environ,
+            MARK: mark,
+            STOP_VARIABLE: str(int(WAIT_S)),
+            **(environment or {}),
+        },
+        cwd=directory,
         start_new_session=True,
     )
     server = Server(process, f"http://127.0.0.1:{port}", mark, log)

@@ -40,7 +40,8 @@ class DuckConfig:
     endpoints: tuple[str, ...] = ()
     # Ducks to start here when there are no endpoints.
     local_ducks: int = 2
-    # Kernel threads of each local duck. None: the machine's CPUs over the ducks.
+    # Kernel threads of each local duck. None: the machine's CPUs, or what the cgroup's
+    # quota allows of them, over the ducks.
     local_threads: int | None = None
     # Divide a step's tokens into two lanes where that is measured to be quicker: the
     # host works on one while the ducks work on the other. false never does.

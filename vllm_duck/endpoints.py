@@ -69,6 +69,10 @@ def split_host_port(endpoint: str) -> tuple[str, int]:
     return _without_brackets(host) or host, int(port)
 
 
+def join_host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_local(endpoint: str) -> bool:
     """Whether only processes of this machine can reach what listens there."""
     if endpoint.startswith(UNIX_PREFIX):

@@ -4,12 +4,12 @@ vLLM carries only its own statistics from the worker to the server. The figures 
 few hundred bytes of JSON, written at most twice a second.
 """
 
-import atexit
 import json
 import logging
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 def temporary_file() -> str:
     """A path in a directory that goes away with this process."""
     directory = temporary_directory("vllm-duck-figures-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    # At exit vLLM ends its engine by a younger finalizer, which comes first: a worker
+    # may write until then.
+    weakref.finalize(temporary_file, shutil.rmtree, directory, ignore_errors=True)
     return f"{directory}/figures.json"
 
 

@@ -1,6 +1,6 @@
 """What vllm_duck changes in vLLM itself, and the vLLM version it was written for.
 
-Four functions of vLLM are wrapped, and two names are swapped while a worker builds its
+Seven functions of vLLM are wrapped, and two names are swapped while a worker builds its
 model runner. With duck off, the wrappers hand over to vLLM's own function and change
 nothing. The rest goes through its public seams (entry point, `worker_cls`,
 `load_format`, `model_class_overrides`, `additional_config`) and through classes of ours
@@ -10,8 +10,10 @@ private ones too: worker.py and spec_decode/{runner,proposer,acceptance}.py.
 
 import copy
 import functools
+import gc
 import inspect
 import os
+import signal
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,10 @@ from vllm_duck import VLLM_VERSION
 from vllm_duck.config import is_duck_engine
 from vllm_duck.errors import DuckError
 
+# Seconds that vLLM waits for its processes to end: a duck gives its memory back, an
+# interpreter with torch takes seconds to end. vLLM's 5 are too few on a busy machine.
+STOP_VARIABLE = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+STOP_S = "60"
 _TAG = "_duck_original"
 # Environment variables that were not set until an engine with ducks needed them.
 _chosen: set[str] = set()
@@ -105,11 +111,29 @@ def _sampling_params() -> type:
     return SamplingParams
 
 
+def _lazy_model() -> type:
+    from vllm.model_executor.models import registry
+
+    return registry._LazyRegisteredModel
+
+
+def _async_engine() -> type:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM
+
+
+def _engine_process() -> type:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    return EngineCoreProc
+
+
 def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(
         self: Any, usage_context: Any = None, headless: bool = False
     ) -> Any:
-        from vllm_duck import setup_engine
+        from vllm_duck import kv_space, setup_engine
 
         config = setup_engine.duck_config(self, os.environ)
         if config is None:
@@ -117,9 +141,11 @@ def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, usage_context, headless)
         resolved = setup_engine.resolve(config, self, os.environ)
         args = setup_engine.rewrite(self, resolved)
-        with _v1_runner(os.environ):
+        with _v1_runner(os.environ), _safe_path(os.environ):
+            _give_time_to_end(os.environ)
             vllm_config = original(args, usage_context, headless)
             setup_engine.check(vllm_config)
+        kv_space.set_default(vllm_config)
         return vllm_config
 
     return create_engine_config
@@ -141,6 +167,29 @@ def _v1_runner(environ: MutableMapping[str, str]) -> Iterator[None]:
         if was_free:
             _restore_stock(environ)
         raise
+
+
+@contextmanager
+def _safe_path(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Keep the working directory off the path of what vLLM starts meanwhile.
+
+    It looks at a model class in a `python -m`, which would import a user's queue.py
+    instead of Python's.
+    """
+    before = environ.get("PYTHONSAFEPATH")
+    environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del environ["PYTHONSAFEPATH"]
+        if before is not None:
+            environ["PYTHONSAFEPATH"] = before
+
+
+def _give_time_to_end(environ: MutableMapping[str, str]) -> None:
+    if STOP_VARIABLE not in environ:
+        environ[STOP_VARIABLE] = STOP_S
+        _chosen.add(STOP_VARIABLE)
 
 
 def _name_the_method(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,6 +235,61 @@ def _allow_every_option(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, speculative_config)
 
     return _validate_spec_decode
+
+
+def _inspect_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
+    def inspect_model_cls(self: Any) -> Any:
+        from vllm.model_executor.models import registry
+
+        from vllm_duck.setup_engine import MODEL_CLASSES
+
+        if f"{self.module_name}:{self.class_name}" in MODEL_CLASSES.values():
+            return registry._ModelInfo.from_model_cls(self.load_model_cls())
+        return original(self)
+
+    return inspect_model_cls
+
+
+def _let_the_engine_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    def shutdown(self: Any, timeout: float | None = None) -> None:
+        if is_duck_engine(self.vllm_config):
+            _stop_in_order(self)
+        original(self, timeout)
+
+    return shutdown
+
+
+def _leave_ctrl_c_to_the_server(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run_busy_loop(self: Any) -> None:
+        if is_duck_engine(self.vllm_config):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        original(self)
+
+    return run_busy_loop
+
+
+def _stop_in_order(engine: Any) -> None:
+    """Before `shutdown`: its processes get time, then nobody waits for their outputs.
+
+    vLLM cancels what reads the engine's outputs while its own handler still waits for
+    them, which then logs that the engine died.
+    """
+    from vllm import envs
+    from vllm.utils.async_utils import cancel_task_threadsafe
+
+    # The server froze its heap: types that are never freed are reported as leaks.
+    gc.unfreeze()
+    manager = engine.engine_core.resources.engine_manager
+    if manager is None:
+        return
+    stop = manager.shutdown
+
+    def stop_then_cancel(timeout: float | None = None) -> None:
+        stop(timeout or envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)
+        if engine.output_handler is not None:
+            cancel_task_threadsafe(engine.output_handler)
+
+    manager.shutdown = stop_then_cancel
 
 
 @contextmanager
@@ -281,5 +385,35 @@ HOOKS = (
         remove_when="vLLM's rejection sampler applies every logits processor",
         owner=_sampling_params,
         make=_allow_every_option,
+    ),
+    Hook(
+        target="vllm.model_executor.models.registry._LazyRegisteredModel"
+        ".inspect_model_cls",
+        parameters=("self",),
+        why="vLLM imports a model class in a process of its own, lest CUDA be "
+        "initialised: ten seconds for each of duck's two at the first start; to "
+        "import these takes 0.2 s and touches no device",
+        remove_when="vLLM takes a model's properties from the class's entry point",
+        owner=_lazy_model,
+        make=_inspect_in_this_process,
+    ),
+    Hook(
+        target="vllm.v1.engine.async_llm.AsyncLLM.shutdown",
+        parameters=("self", "timeout"),
+        why="by default, --shutdown-timeout 0, `vllm serve` gives the engine's "
+        "processes no time either: it kills engine, worker and ducks, and every stop "
+        "ends in warnings and a traceback",
+        remove_when="the time for requests is not the time for the processes",
+        owner=_async_engine,
+        make=_let_the_engine_end,
+    ),
+    Hook(
+        target="vllm.v1.engine.core.EngineCoreProc.run_busy_loop",
+        parameters=("self",),
+        why="a Ctrl-C reaches every process of a terminal: the engine starts to end, "
+        "and the SIGTERM with which the server asks for that kills it halfway",
+        remove_when="an engine that is ending survives a second signal",
+        owner=_engine_process,
+        make=_leave_ctrl_c_to_the_server,
     ),
 )

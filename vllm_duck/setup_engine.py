@@ -107,7 +107,10 @@ def resolve(
 def rewrite(args: EngineArgs, resolved: Resolved) -> EngineArgs:
     """A copy that points at duck's worker, model and loader."""
     # Deep: vLLM's platform writes into the records that the arguments hold.
+    structured_outputs = args.structured_outputs_config
     args = copy.deepcopy(args)
+    # But for the one where the API server looks for the reasoning parser afterwards.
+    args.structured_outputs_config = structured_outputs
     if resolved.model != args.model:
         args.served_model_name = args.served_model_name or args.model
         if args.tokenizer_revision not in (None, args.revision):

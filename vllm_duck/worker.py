@@ -1,6 +1,7 @@
 """The vLLM worker of the host: it owns the ducks of its engine."""
 
 import atexit
+import signal
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,6 +45,10 @@ class DuckWorker(CPUWorker):
 
     def init_device(self) -> None:
         check_seams()
+        if self.parallel_config.distributed_executor_backend == "mp":
+            # A Ctrl-C reaches every process of the terminal. The engine asks its
+            # worker to end, and takes one that ends by itself for a crash.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         with using_model_runner(DuckModelRunner):
             super().init_device()
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from tests.executor.mini_model import WHOLE, make_mini_model, make_request
 from tests.failing_memory import OTHER_THREADS, failing, num_failures
+from tests.waiting import WAIT_S
 from vllm_duck.errors import DuckError
 from vllm_duck.executor.bf16 import bf16_to_f32
 from vllm_duck.executor.checkpoint import Checkpoint
@@ -39,7 +40,7 @@ def fresh_duck(loaded):
     fan_out = NativeFanOut(
         [server.endpoint],
         identities=[identity_of(moe.info)],
-        deadline_s=20,
+        deadline_s=WAIT_S,
         reply_dtype="bf16",
         security=ClientSecurity(),
     )

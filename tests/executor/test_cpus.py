@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_duck.executor import cpus, kernel, local
-from vllm_duck.executor.cpus import cpu_quota, within_quota
+from vllm_duck.executor.cpus import cpu_quota, describe_cpus, within_quota
 
 
 @pytest.fixture
@@ -59,6 +59,14 @@ def test_without_a_quota_nothing_is_cut(system, tmp_path):
 def test_less_than_a_cpu_is_one_thread(system):
     root = system("sys/fs/cgroup/cpu.max", "20000 100000\n")
     assert within_quota(64, root) == 1
+
+
+def test_people_are_told_of_the_quota(system, monkeypatch):
+    monkeypatch.setattr(cpus.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(cpus, "thread_cpus", lambda: set(range(8)))
+    root = system("sys/fs/cgroup/cpu.max", "150000 100000\n")
+    expected = "64 cpus, 8 of them allowed, a quota of 1.5: 1 threads by default"
+    assert describe_cpus(root) == expected
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 from tests.executor.wire_peers import needs_native
+from tests.waiting import WAIT_S
 
 
 def run(code: str) -> None:
@@ -12,7 +13,7 @@ def run(code: str) -> None:
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -52,7 +53,7 @@ def test_a_server_that_was_not_stopped_does_not_abort_the_process():
         client = NativeFanOut(
             [server.endpoint],
             identities=[identity_of(info)],
-            deadline_s=30,
+            deadline_s=600,
             reply_dtype="bf16",
             security=ClientSecurity(),
         )

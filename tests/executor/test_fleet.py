@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.executor.mini_model import make_info, make_request, make_summary
+from tests.waiting import WAIT_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
 from vllm_duck.executor import fan_out
 from vllm_duck.executor import fleet as fleet_module
@@ -244,7 +245,7 @@ def test_connect_waits_for_a_duck_that_comes_up_late(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fleet_module.time, "sleep", start_late)
-        with Fleet.connect([f"unix:{tmp_path}/duck"], connect_s=60) as fleet:
+        with Fleet.connect([f"unix:{tmp_path}/duck"], connect_s=WAIT_S) as fleet:
             fleet.start(make_request()).result()
     server.stop(0)
 

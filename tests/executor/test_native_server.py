@@ -1,5 +1,7 @@
 """The native server towards stock clients: one endpoint, every method, its limits."""
 
+import errno
+import os
 import socket
 import threading
 import time
@@ -272,6 +274,19 @@ def test_a_host_that_reads_no_replies_holds_little_memory_and_nobody_up():
             assert resident_bytes() - before < 300 << 20
             call.cancel()
         meddler.close()
+
+
+def test_a_file_system_without_sockets_is_named_as_such(tmp_path, monkeypatch):
+    def refuse(self, address):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    match = "Operation not supported; name a directory .* that has sockets"
+    with (
+        pytest.raises(DuckConfigError, match=match),
+        serving("native", listen=f"unix:{tmp_path}/duck"),
+    ):
+        pass
 
 
 def test_a_unix_socket_is_private_goes_away_and_may_be_left_over(tmp_path):

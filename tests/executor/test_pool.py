@@ -4,6 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from tests.waiting import WAIT_S
+
 CSRC = Path(__file__).parent.parent.parent / "vllm_duck" / "executor" / "csrc"
 
 
@@ -13,5 +15,5 @@ def test_an_exception_waits_for_all_shares_and_then_is_the_caller_s(tmp_path):
     compiler = os.environ.get("CXX", "g++")
     flags = ["-std=c++17", "-O1", "-pthread", f"-I{CSRC}"]
     subprocess.run([compiler, *flags, *sources, "-o", str(program)], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr

@@ -105,6 +105,15 @@ def test_tls_with_the_right_authority_works(start_server, certificates):
     _call(start_server(server), client)
 
 
+def test_a_certificate_of_another_name_is_refused(start_server, certificates):
+    """Although the channel is given addresses, the name counts."""
+    cert, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
+    server = ServerSecurity.from_files(tls_cert=cert, tls_key=key)
+    port = start_server(server).rpartition(":")[2]
+    with pytest.raises(DuckUnavailable, match="127.0.0.1:.* cannot be reached"):
+        _call(f"127.0.0.1:{port}", ClientSecurity.from_files(tls_ca=cert))
+
+
 def test_mutual_tls_asks_the_host_for_a_certificate(start_server, certificates):
     cert, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
     endpoint = start_server(

@@ -10,7 +10,8 @@ from tests.models import torch_host
 from tests.models.conftest import BLOCK_SIZE, make_batch, run_attention
 from tests.models.test_attention import TOPK, make_config, make_pair
 from vllm_duck.errors import DuckConfigError, DuckShapeError
-from vllm_duck.models.cpu import _host
+from vllm_duck.executor import cpus
+from vllm_duck.models.cpu import _host, threads
 from vllm_duck.models.cpu.linear import Linear, Mlp, Norm
 from vllm_duck.models.cpu.moe import Router
 from vllm_duck.models.cpu.threads import configure, current, isa, using
@@ -352,3 +353,13 @@ def test_what_cannot_run_is_refused(monkeypatch):
     linear, _ = make_linear(4, 40)
     with pytest.raises(DuckShapeError, match=r"x must be \[T, 40\] bf16 on the CPU"):
         linear(torch.zeros(2, 40))
+
+
+def test_threads_by_default_are_torch_s_within_the_quota(monkeypatch):
+    asked = []
+    monkeypatch.setattr(threads, "_current", None)
+    monkeypatch.setattr(threads, "_make", lambda num, *how: asked.append(num) or 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(cpus, "cpu_quota", lambda root: 6.5)
+    current()
+    assert asked == [6]

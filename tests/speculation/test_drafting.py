@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.spec_decode.engines import ask, draft_counts, runner_of
 from vllm_duck.spec_decode.gate import DraftGate
@@ -123,3 +124,34 @@ def test_shadow_mode_reports_and_changes_no_token(
 
 def test_figures_of_shadow_mode_are_empty_without_it(speculating):
     assert speculating.collective_rpc("mtp_shadow_figures") == [{}]
+
+
+def test_a_prompt_of_one_token_is_padded_and_teaches_the_gate_nothing(
+    speculating, plain, prompts, monkeypatch
+):
+    """vLLM gives it a row for a draft (-1) beside requests that draft."""
+    runner, gate = runner_of(speculating), DraftGate()
+    scheduled, observed = [], []
+    execute = runner.execute_model
+
+    def execute_model(output, *args, **kwargs):
+        scheduled.extend(output.scheduled_spec_decode_tokens.values())
+        return execute(output, *args, **kwargs)
+
+    monkeypatch.setattr(runner, "gate", gate)
+    monkeypatch.setattr(runner, "execute_model", execute_model)
+    monkeypatch.setattr(gate, "allowed", lambda ids: [True] * len(ids))
+    monkeypatch.setattr(gate, "observe_draft", lambda *seen: observed.append(seen))
+    engine, answers = speculating.llm_engine, {}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    engine.add_request("long", {"prompt_token_ids": prompts[0]}, params)
+    for _ in range(4):
+        engine.step()
+    engine.add_request("short", {"prompt_token_ids": [50]}, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            answers[output.request_id] = output.outputs[0].token_ids
+    assert sum(token < 0 for tokens in scheduled for token in tokens) == 1
+    assert len(observed) == sum(map(len, scheduled)) - 1
+    expected = [said.token_ids for said in ask(plain, [prompts[0], [50]])]
+    assert [answers["long"], answers["short"]] == expected

@@ -4,7 +4,6 @@ import argparse
 import ctypes
 import importlib.metadata
 import importlib.util
-import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from vllm_duck import VLLM_VERSION
 from vllm_duck.errors import DuckError
+from vllm_duck.executor.cpus import describe_cpus
 
 _EPILOG = """\
 A duck machine needs only the first group. The exit code is 1 if something is broken,
@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
 def check_duck() -> Iterator[Finding]:
     """What a duck needs."""
     yield Finding("python", platform.python_version())
-    yield Finding("machine", f"{platform.machine()}, {os.cpu_count()} cpus")
+    yield Finding("machine", f"{platform.machine()}, {describe_cpus()}")
     yield _check_kernel()
     yield _check_stream()
 

@@ -86,7 +86,8 @@ def add_parser(
         "--threads",
         type=options.positive_int,
         metavar="N",
-        help="threads of the kernel (default: one for each physical core)",
+        help="threads of the kernel (default: one for each physical core, within the "
+        "container's quota)",
     )
     parser.add_argument(
         "--max-message-mib",

@@ -109,7 +109,6 @@ def _record(args: argparse.Namespace) -> "tuple[list[StepRecord], int]":
         additional_config={"duck": duck},
         max_model_len=args.max_model_len,
         max_num_seqs=1,
-        kv_cache_memory_bytes=1 << 28,
     )
     core: Any = llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_duck.cli import options
 from vllm_duck.cli.stopping import StopRequest
-from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint
+from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint, join_host_port
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.cpus import thread_cpus
@@ -68,7 +68,8 @@ def add_parser(
         "--threads",
         type=options.positive_int,
         metavar="N",
-        help="kernel threads of each duck (default: the cpus over the ducks)",
+        help="kernel threads of each duck (default: the cpus, or the container's "
+        "quota, over the ducks)",
     )
     options.add_weight_format(parser)
     options.add_transport(parser)
@@ -118,10 +119,9 @@ def _plan(args: argparse.Namespace) -> ShardPlan:
 
 def _listen(args: argparse.Namespace, num_ducks: int) -> list[str] | None:
     if args.first_port is not None:
-        is_bare_ipv6 = ":" in args.host and not args.host.startswith("[")
-        host = f"[{args.host}]" if is_bare_ipv6 else args.host
+        host = args.host.removeprefix("[").removesuffix("]")
         ports = range(args.first_port, args.first_port + num_ducks)
-        return [check_endpoint(f"{host}:{port}") for port in ports]
+        return [check_endpoint(join_host_port(host, port)) for port in ports]
     if args.listen_dir is not None:
         directory = Path(args.listen_dir).resolve()
         endpoints = [

@@ -21,8 +21,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from vllm_duck.config import DEFAULT_DEADLINE_S
-from vllm_duck.endpoints import check_endpoint
+from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint
 from vllm_duck.errors import DuckError, DuckProtocolError, DuckTimeout, DuckUnavailable
+from vllm_duck.executor.addresses import grpc_target
 from vllm_duck.executor.codec import (
     DESCRIBE_REQUEST,
     NUMPY_DTYPE,
@@ -40,7 +41,11 @@ from vllm_duck.executor.duck import (
     PendingReply,
     ReplyDtype,
 )
-from vllm_duck.executor.grpc_errors import error_of_reply, error_of_rpc
+from vllm_duck.executor.grpc_errors import (
+    error_of_reply,
+    error_of_rpc,
+    error_of_status,
+)
 from vllm_duck.executor.identity import identity_of, mismatch
 from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.executor.wire import (
@@ -169,10 +174,10 @@ class GrpcDuck:
         with self._lock:
             if self._end_reason is not None:
                 raise _renewed(self._end_reason)
-            self._pending[encoded.request_id] = pending
             if not self._is_stream_open:
                 run_on_cpus(self._open_stream, self._io_cpus)
                 self._is_stream_open = True
+            self._pending[encoded.request_id] = pending
         self._outbox.put(encoded.message)
         return pending
 
@@ -190,14 +195,23 @@ class GrpcDuck:
 
     def _open_channel(self) -> grpc.Channel:
         security = self._security
+        try:
+            target = grpc_target(self._name)
+        except OSError as error:
+            code = grpc.StatusCode.UNAVAILABLE.value[0]
+            raise error_of_status(self._name, code, str(error.strerror)) from error
+        options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
+        if not self._name.startswith(UNIX_PREFIX):
+            # The name that was asked for, which a certificate must have.
+            options.append(("grpc.default_authority", self._name))
         if security.tls_ca is None:
-            return grpc.insecure_channel(self._name, options=_CHANNEL_OPTIONS)
+            return grpc.insecure_channel(target, options=options)
         credentials = grpc.ssl_channel_credentials(
             root_certificates=security.tls_ca,
             private_key=security.tls_key,
             certificate_chain=security.tls_cert,
         )
-        return grpc.secure_channel(self._name, credentials, options=_CHANNEL_OPTIONS)
+        return grpc.secure_channel(target, credentials, options=options)
 
     def _open_stream(self) -> None:
         self._channel = self._open_channel()

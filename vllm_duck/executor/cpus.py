@@ -62,6 +62,17 @@ def physical_cores() -> list[int]:
     return list(cores.values())
 
 
+def describe_cpus(root: Path = _ROOT) -> str:
+    """What there is and what of it may be used, for people."""
+    facts = [f"{os.cpu_count()} cpus"]
+    if len(thread_cpus()) != os.cpu_count():
+        facts.append(f"{len(thread_cpus())} of them allowed")
+    if (quota := cpu_quota(root)) is not None:
+        facts.append(f"a quota of {quota:g}")
+    num_threads = within_quota(len(physical_cores()), root)
+    return f"{', '.join(facts)}: {num_threads} threads by default"
+
+
 def numa_node(cpu: int) -> str:
     for path in Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node*"):
         return path.name

@@ -26,9 +26,19 @@ def open_listeners(listen: str) -> tuple[list[socket.socket], str]:
         return _listen_tcp(listen)
     except OSError as error:
         raise DuckConfigError(
-            f"cannot listen on {listen} (is the port taken, or the directory "
-            f"missing?): {error.strerror}"
+            f"cannot listen on {listen}: {error.strerror}; {_hint(listen, error)}"
         ) from error
+
+
+def _hint(listen: str, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "does another process listen there?"
+    if not listen.startswith(UNIX_PREFIX):
+        return "is it an address of this machine, and a port that this user may take?"
+    if error.errno == errno.ENOENT:
+        return "is the directory missing?"
+    # NFS, FUSE and the like, also as TMPDIR, where local ducks have theirs.
+    return "name a directory of this user on a file system that has sockets"
 
 
 def _listen_tcp(listen: str) -> tuple[list[socket.socket], str]:

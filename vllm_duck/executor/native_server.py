@@ -36,7 +36,7 @@ _WATCH_METHOD = f"/{health.SERVICE_NAME}/Watch"
 _REFLECTION_METHOD = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 
 # ControlEvent::Kind of csrc/stream/peer.h.
-_START, _MESSAGE, _HALF_CLOSE, _GONE = range(4)
+_START, _MESSAGE, _HALF_CLOSE, _GONE, _NOTICE = range(5)
 
 
 class NativeDuckServer:
@@ -93,14 +93,14 @@ class _Control:
         self._answers: dict[str, Callable[[bytes], Iterator[bytes]]] = {
             DESCRIBE_METHOD: self._describe,
             _CHECK_METHOD: self._check_health,
-            _WATCH_METHOD: self._check_health,
             _REFLECTION_METHOD: self._reflect,
         }
         self._thread = threading.Thread(
             target=self._run, name="duck-control", daemon=True
         )
-        # Methods of the calls that are open.
+        # Methods of the calls that are open, and those that have sent a message.
         self._calls: dict[int, str] = {}
+        self._asked: set[int] = set()
         self._lock = threading.Lock()
         # Guarded by the lock.
         self._health = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -116,9 +116,8 @@ class _Control:
     def set_health(self, status: int) -> None:
         with self._lock:
             self._health = status
-            reply = health_pb2.HealthCheckResponse(status=status).SerializeToString()
             for call_id in self._watchers:
-                _stream.server_send(self._server, call_id, reply)
+                _stream.server_send(self._server, call_id, _health_reply(status))
 
     def _run(self) -> None:
         while (event := _stream.server_next_event(self._server)) is not None:
@@ -133,41 +132,61 @@ class _Control:
 
     def _handle(self, call_id: int, kind: int, method: str, message: bytes) -> None:
         if kind == _START:
-            if method not in self._answers:
+            if method not in self._answers and method != _WATCH_METHOD:
                 raise _Refusal(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             self._calls[call_id] = method
         elif kind == _GONE:
             self._calls.pop(call_id, None)
+            self._asked.discard(call_id)
             with self._lock:
                 self._watchers.discard(call_id)
+        elif kind == _NOTICE:
+            logger.warning(
+                "the duck can take no further connection (%s); those that are open go "
+                "on, and new ones wait. Raise the limit of open files (ulimit -n)",
+                method,
+            )
         elif call_id not in self._calls:
             return
         elif kind == _MESSAGE:
+            self._asked.add(call_id)
             self._answer(call_id, self._calls[call_id], message)
         elif self._calls[call_id] == _REFLECTION_METHOD:
             self._finish(call_id, grpc.StatusCode.OK)
+        elif call_id not in self._asked:
+            raise _Refusal(
+                grpc.StatusCode.UNIMPLEMENTED,
+                f"{self._calls[call_id]} requires exactly one request message",
+            )
 
     def _answer(self, call_id: int, method: str, message: bytes) -> None:
         try:
+            if method == _WATCH_METHOD:
+                return self._watch(call_id, message)
             for reply in self._answers[method](message):
                 _stream.server_send(self._server, call_id, reply)
         except DecodeError as error:
-            raise _Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
-        if method == _WATCH_METHOD:
-            with self._lock:
-                self._watchers.add(call_id)
-        elif method != _REFLECTION_METHOD:
+            raise _Refusal(grpc.StatusCode.INTERNAL, str(error)) from error
+        if method != _REFLECTION_METHOD:
             self._finish(call_id, grpc.StatusCode.OK)
 
     def _describe(self, message: bytes) -> Iterator[bytes]:
         yield encode_info(replace(self._info, resident_bytes=resident_bytes()))
 
     def _check_health(self, message: bytes) -> Iterator[bytes]:
-        request = health_pb2.HealthCheckRequest.FromString(message)
-        if request.service not in ("", SERVICE):
+        if not _is_of_this_duck(message):
             raise _Refusal(grpc.StatusCode.NOT_FOUND, "no such service")
-        reply = health_pb2.HealthCheckResponse(status=self._health)
-        yield reply.SerializeToString()
+        yield _health_reply(self._health)
+
+    def _watch(self, call_id: int, message: bytes) -> None:
+        """Send the status now and at every change; of a service that nobody has, that
+        it is unknown, and the call stays open, as the health protocol wants it."""
+        with self._lock:
+            status = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            if _is_of_this_duck(message):
+                status = self._health
+                self._watchers.add(call_id)
+            _stream.server_send(self._server, call_id, _health_reply(status))
 
     def _reflect(self, message: bytes) -> Iterator[bytes]:
         request = reflection_pb2.ServerReflectionRequest.FromString(message)
@@ -176,6 +195,15 @@ class _Control:
 
     def _finish(self, call_id: int, code: grpc.StatusCode, details: str = "") -> None:
         _stream.server_finish(self._server, call_id, code.value[0], details)
+
+
+def _is_of_this_duck(message: bytes) -> bool:
+    request = health_pb2.HealthCheckRequest.FromString(message)
+    return request.service in ("", SERVICE)
+
+
+def _health_reply(status: int) -> bytes:
+    return health_pb2.HealthCheckResponse(status=status).SerializeToString()
 
 
 class _Refusal(Exception):

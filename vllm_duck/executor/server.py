@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from vllm_duck.endpoints import UNIX_PREFIX
+from vllm_duck.endpoints import UNIX_PREFIX, join_host_port, split_host_port
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
+from vllm_duck.executor.addresses import local_addresses, unix_target
 from vllm_duck.executor.codec import ChecksumError, encode_info
 from vllm_duck.executor.duck import DuckInfo, MoeFunction
 from vllm_duck.executor.forward_stream import ForwardStream, Kernel
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 # A stream holds a thread as long as it lives; beyond this many calls at once new ones
 # get RESOURCE_EXHAUSTED instead of waiting for a thread forever.
 MAX_CONCURRENT_CALLS = 64
+
+# grpcio never counts a reflection call whose message does not parse as ended.
+_STOP_MARGIN_S = 1.0
 
 _HEALTH_PREFIX = f"/{health.SERVICE_NAME}/"
 
@@ -83,7 +88,7 @@ class DuckServer:
             streams = list(self._streams)
         for stream in streams:
             stream.drain()
-        self._server.stop(grace_s).wait()
+        self._server.stop(grace_s).wait(grace_s + _STOP_MARGIN_S)
         remove_socket(self.endpoint)
 
     def _describe(self, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -174,25 +179,28 @@ def _server_options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 
 def _bind(server: grpc.Server, listen: str, security: ServerSecurity) -> str:
-    """Open the port; port 0 becomes the one the system chose."""
+    """Listen on every address of an endpoint; port 0 becomes one the system chose."""
+    add_port = server.add_insecure_port
+    if security.tls_cert is not None:
+        credentials = grpc.ssl_server_credentials(
+            [(security.tls_key, security.tls_cert)],
+            root_certificates=security.tls_ca,
+            require_client_auth=security.tls_ca is not None,
+        )
+        add_port = partial(server.add_secure_port, server_credentials=credentials)
     try:
-        if security.tls_cert is None:
-            port = server.add_insecure_port(listen)
-        else:
-            credentials = grpc.ssl_server_credentials(
-                [(security.tls_key, security.tls_cert)],
-                root_certificates=security.tls_ca,
-                require_client_auth=security.tls_ca is not None,
-            )
-            port = server.add_secure_port(listen, credentials)
-    except RuntimeError as error:
+        if listen.startswith(UNIX_PREFIX):
+            add_port(unix_target(listen))
+            Path(listen.removeprefix(UNIX_PREFIX)).chmod(0o600)
+            return listen
+        host, port = split_host_port(listen)
+        for address in local_addresses(host):
+            port = add_port(join_host_port(address, port))
+    except (RuntimeError, OSError) as error:
         raise DuckConfigError(
             f"cannot listen on {listen} (is the port taken, the directory missing, or "
             f"the certificate not a PEM?): {error}"
         ) from error
-    if listen.startswith(UNIX_PREFIX):
-        Path(listen.removeprefix(UNIX_PREFIX)).chmod(0o600)
-        return listen
     return f"{listen.rpartition(':')[0]}:{port}"
 
 

@@ -43,7 +43,9 @@ def load_views(model_dir: Path, views: dict[str, Tensor]) -> None:
     num_bytes = 0
     with ExitStack() as files:
         reader = _Reader(Checkpoint(model_dir), files)
-        for name in tqdm(views, desc="Host weights", unit="tensor", leave=False):
+        for name in tqdm(
+            views, desc="Host weights", unit="tensor", leave=False, disable=None
+        ):
             num_bytes += _fill(name, views[name], reader)
     logger.info(
         "Host read %d tensors, %.1f MB; the routed experts stay with the ducks",

@@ -17,8 +17,8 @@ namespace {
 // opens again as messages are taken, so a message may be larger.
 constexpr int32_t kWindowBytes = 16 << 20;
 constexpr uint32_t kFrameBytes = 1 << 20;
-// More headers than that are no call of ours.
-constexpr size_t kMaxHeaderBytes = 16 << 10;
+// What HTTP/2 counts for each header on top of its name and value.
+constexpr size_t kHeaderOverhead = 32;
 constexpr size_t kFrameHeadBytes = 9;
 constexpr size_t kReceiveBytes = 256 << 10;
 // So much of a message is received into its place; a copy of less costs nothing.
@@ -245,10 +245,12 @@ int Connection::on_header(nghttp2_session*, const nghttp2_frame* frame,
                           size_t value_size, uint8_t, void* user) {
   Stream* stream = static_cast<Connection*>(user)->find(frame->hd.stream_id);
   if (!stream) return 0;
-  stream->header_bytes += name_size + value_size;
-  // Resets the stream.
-  if (stream->header_bytes > kMaxHeaderBytes)
-    return NGHTTP2_ERR_TEMPORAL_CALLBACK_FAILURE;
+  stream->header_bytes += name_size + value_size + kHeaderOverhead;
+  if (stream->header_bytes > kMaxHeaderBytes) {
+    stream->is_oversized = frame->headers.cat == NGHTTP2_HCAT_REQUEST;
+    // Of an answer: resets the stream.
+    return stream->is_oversized ? 0 : NGHTTP2_ERR_TEMPORAL_CALLBACK_FAILURE;
+  }
   Headers& headers = stream->has_headers ? stream->trailers : stream->headers;
   headers.emplace_back(std::string(reinterpret_cast<const char*>(name), name_size),
                        std::string(reinterpret_cast<const char*>(value), value_size));

@@ -20,11 +20,15 @@
 
 namespace duck::stream {
 
+// More headers than that are no call of ours.
+constexpr size_t kMaxHeaderBytes = 16 << 10;
+
 struct Stream {
   int32_t id = 0;
   Headers headers;   // the first block
   Headers trailers;  // the second one
   size_t header_bytes = 0;
+  bool is_oversized = false;  // a request's headers, which then are not all here
   bool has_headers = false;
   bool has_response = false;
   // The peer has ended its side.

@@ -62,26 +62,6 @@ std::vector<Endpoint::Address> Endpoint::addresses(std::string* error) const {
   return found;
 }
 
-int Endpoint::connect(size_t attempt, size_t* num_addresses, std::string* error) const {
-  std::vector<Address> all = addresses(error);
-  *num_addresses = all.size();
-  if (attempt >= all.size()) return -1;
-  const Address& address = all[attempt];
-  int socket =
-      ::socket(address.bytes.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (socket < 0) {
-    *error = strerror(errno);
-    return -1;
-  }
-  if (::connect(socket, reinterpret_cast<const sockaddr*>(&address.bytes),
-                address.size) == 0 ||
-      errno == EINPROGRESS)
-    return socket;
-  *error = strerror(errno);
-  ::close(socket);
-  return -1;
-}
-
 void tune_socket(int socket, int peer_lost_s) {
   // On a unix socket these fail and are not needed.
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);

@@ -1,4 +1,4 @@
-// Where a duck listens, and a socket that is on its way there.
+// Where a duck listens.
 #pragma once
 
 #include <sys/socket.h>
@@ -17,17 +17,15 @@ class Endpoint {
   // For HTTP/2's :authority.
   std::string authority() const;
 
-  // Starts to connect to the `attempt`-th address; returns the socket, or -1 with a
-  // sentence in `error`. A host name is looked up each time: it may have moved.
-  int connect(size_t attempt, size_t* num_addresses, std::string* error) const;
-
- private:
   struct Address {
     sockaddr_storage bytes;
     socklen_t size;
   };
+  // In the order in which they are to be tried; none, with a sentence in `error`, if
+  // the name is unknown.
   std::vector<Address> addresses(std::string* error) const;
 
+ private:
   std::string name_;
 };
 

@@ -1,9 +1,6 @@
 #include "link.h"
 
-#include <errno.h>
-#include <string.h>
 #include <sys/epoll.h>
-#include <unistd.h>
 
 #include <algorithm>
 
@@ -11,13 +8,11 @@ namespace duck::stream {
 namespace {
 
 using std::chrono::milliseconds;
-using std::chrono::seconds;
 
 // A request is sent on at most this many connections.
 constexpr int kMaxSends = 3;
 // Before the second connection in a row, and four times that before the third.
 constexpr auto kBackoff = milliseconds(50);
-constexpr auto kConnectTime = seconds(5);
 constexpr int kPeerLostS = 15;
 // A reply without its tensor: numbers, and a sentence for people.
 constexpr size_t kMaxReplyHead = 64 << 10;
@@ -47,14 +42,14 @@ void CallLog::add(CallTimes times) {
 Link::Link(int index, const std::string& endpoint, const std::string& identity,
            const std::string& authorization, int epoll, Clock::duration quiet)
     : index_(index),
-      endpoint_(endpoint),
       identity_(identity),
       epoll_(epoll),
+      dialer_(endpoint, epoll, this),
       quiet_(quiet) {
   headers_ = {{":method", "POST"},
               {":scheme", "http"},
               {":path", "/duck.v1.Duck/Forward"},
-              {":authority", endpoint_.authority()},
+              {":authority", dialer_.endpoint().authority()},
               {"te", "trailers"},
               {"content-type", "application/grpc"},
               {"user-agent", "vllm-duck"}};
@@ -92,26 +87,22 @@ void Link::forget(const Ticket* ticket) {
   }
 }
 
-void Link::connect(Clock::time_point now, std::string error) {
-  for (;; ++attempt_) {
-    size_t num_addresses = 0;
-    socket_ = endpoint_.connect(attempt_, &num_addresses, &error);
-    if (socket_ >= 0) break;
-    if (attempt_ + 1 >= num_addresses) return connect_failed(error, now);
-  }
+void Link::connect(Clock::time_point now) {
   state_ = State::kConnecting;
-  give_up_connecting_at_ = now + kConnectTime;
-  epoll_event event{};
-  event.events = EPOLLOUT;
-  event.data.ptr = this;
-  ::epoll_ctl(epoll_, EPOLL_CTL_ADD, socket_, &event);
+  on_dialed(dialer_.start(now), now);
+}
+
+void Link::on_dialed(Dialer::Outcome outcome, Clock::time_point now) {
+  if (outcome == Dialer::Outcome::kFailed) return connect_failed(dialer_.error(), now);
+  if (outcome == Dialer::Outcome::kPending) return;
+  on_connected(now);
+  flush(now);
 }
 
 void Link::connect_failed(const std::string& reason, Clock::time_point now) {
   disconnect();
   std::string text = reason;
   if (!loss_.text.empty()) text += ", after: " + loss_.text;
-  attempt_ = 0;
   num_losses_ = 0;
   loss_ = {};
   reconnect_at_ = now;
@@ -119,12 +110,11 @@ void Link::connect_failed(const std::string& reason, Clock::time_point now) {
 }
 
 void Link::on_connected(Clock::time_point now) {
-  tune_socket(socket_, kPeerLostS);
-  connection_ = std::make_unique<Connection>(socket_, /*is_server=*/false, 0,
+  int socket = dialer_.take_socket();
+  tune_socket(socket, kPeerLostS);
+  connection_ = std::make_unique<Connection>(socket, /*is_server=*/false, 0,
                                              static_cast<Connection::Owner*>(this));
-  socket_ = -1;
   state_ = State::kOpen;
-  attempt_ = 0;
   is_leaving_ = is_pinged_ = is_proven_ = false;
   last_heard_ = now;
   num_heard_ = 0;
@@ -160,18 +150,7 @@ void Link::flush(Clock::time_point now) {
 }
 
 void Link::on_event(uint32_t events, Clock::time_point now) {
-  if (state_ == State::kConnecting) {
-    int error = 0;
-    socklen_t size = sizeof error;
-    ::getsockopt(socket_, SOL_SOCKET, SO_ERROR, &error, &size);
-    if (error) {
-      disconnect();
-      ++attempt_;  // the next address of the name, if it has one
-      return connect(now, strerror(error));
-    }
-    on_connected(now);
-    return flush(now);
-  }
+  if (state_ == State::kConnecting) return on_dialed(dialer_.advance(now), now);
   if (state_ != State::kOpen) return;
   bool is_alive = true;
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) is_alive = connection_->receive();
@@ -216,8 +195,7 @@ void Link::lose(Failure why, bool may_resend) {
 }
 
 void Link::disconnect() {
-  if (socket_ >= 0) ::close(socket_);  // which takes it out of epoll
-  socket_ = -1;
+  dialer_.stop();
   connection_.reset();
   stream_ = 0;
   state_ = State::kDown;
@@ -248,9 +226,9 @@ Clock::time_point Link::on_time(Clock::time_point now) {
     if (state_ == State::kDown) return waiting_.empty() ? kNever : reconnect_at_;
   }
   if (state_ == State::kConnecting) {
-    if (now < give_up_connecting_at_) return give_up_connecting_at_;
-    connect_failed("no connection within 5 s", now);
-    return kNever;
+    if (now < dialer_.due()) return dialer_.due();
+    on_dialed(dialer_.advance(now), now);
+    return state_ == State::kConnecting ? dialer_.due() : now;
   }
   if (in_flight_.empty() && (is_proven_ || waiting_.empty())) return kNever;
   if (connection_->num_received() != num_heard_) {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "connection.h"
-#include "endpoint.h"
+#include "dialer.h"
 #include "ticket.h"
 
 namespace duck::stream {
@@ -55,7 +55,8 @@ class Link : private Connection::Owner {
  private:
   enum class State { kDown, kConnecting, kOpen };
 
-  void connect(Clock::time_point now, std::string error = "");
+  void connect(Clock::time_point now);
+  void on_dialed(Dialer::Outcome outcome, Clock::time_point now);
   void connect_failed(const std::string& reason, Clock::time_point now);
   void on_connected(Clock::time_point now);
   void send_waiting();
@@ -76,14 +77,12 @@ class Link : private Connection::Owner {
   void on_goaway() override;
 
   int index_;
-  Endpoint endpoint_;
   std::string identity_;
   Headers headers_;
   int epoll_;
+  Dialer dialer_;
   Clock::duration quiet_;
   State state_ = State::kDown;
-  int socket_ = -1;  // while connecting
-  size_t attempt_ = 0;
   std::unique_ptr<Connection> connection_;
   int32_t stream_ = 0;
   // The stream has said that the right duck is behind it; nothing is sent before.
@@ -100,7 +99,6 @@ class Link : private Connection::Owner {
   Failure loss_{};
   int num_losses_ = 0;  // in a row, without an answer in between
   Clock::time_point reconnect_at_{};
-  Clock::time_point give_up_connecting_at_{};
   Clock::time_point last_heard_{};
   uint64_t num_heard_ = 0;
   bool is_pinged_ = false;

@@ -101,6 +101,11 @@ void Peer::end_if_answered(Stream* stream, const Call& call) {
 }
 
 void Peer::on_headers(Stream* stream, bool) {
+  if (stream->is_oversized)
+    return connection_.finish(
+        stream, {kStatusResourceExhausted,
+                 "expected metadata of at most " + std::to_string(kMaxHeaderBytes) +
+                     " bytes, got " + std::to_string(stream->header_bytes)});
   const std::string* path = find_header(stream->headers, ":path");
   const std::string method = path ? *path : "";
   Status status = house_->admit(method, stream->headers);

@@ -13,10 +13,11 @@ namespace duck::stream {
 
 // Something that happened to a call of another method than Forward.
 struct ControlEvent {
-  enum Kind { kStart = 0, kMessage = 1, kHalfClose = 2, kGone = 3 };
+  // kNotice is of no call: why the server takes no connection for now.
+  enum Kind { kStart = 0, kMessage = 1, kHalfClose = 2, kGone = 3, kNotice = 4 };
   uint64_t call_id;
   Kind kind;
-  std::string method;
+  std::string method;  // or the notice
   Message message;
 };
 

@@ -28,6 +28,7 @@ constexpr auto kGoodbye = std::chrono::milliseconds(200);
 
 // Keys of epoll events: the eventfd, listeners by index, then peers by id.
 constexpr uint64_t kWakeKey = 0;
+constexpr uint64_t kFirstListenerKey = 1;
 constexpr uint64_t kFirstPeerKey = 1 << 16;
 
 // Takes as long for every wrong value of the right length.
@@ -61,14 +62,13 @@ Server::Server(const ServerOptions& options)
   wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (epoll_ < 0 || wake_ < 0) throw std::runtime_error(strerror(errno));
   watch(epoll_, EPOLL_CTL_ADD, wake_, kWakeKey, EPOLLIN);
-  for (size_t i = 0; i < options_.listeners.size(); ++i)
-    watch(epoll_, EPOLL_CTL_ADD, options_.listeners[i], i + 1, EPOLLIN);
+  listeners_ = std::make_unique<Listeners>(options.listeners, epoll_, kFirstListenerKey);
 }
 
 Server::~Server() {
   stop(0);
   peers_.clear();
-  close_listeners();
+  listeners_->close();
   ::close(wake_);
   ::close(epoll_);
 }
@@ -139,6 +139,7 @@ void Server::serve() {
     epoll_event events[kMaxEvents];
     bool has_job = !is_computing_ && !ready_.empty();
     int timeout_ms = has_job ? 0 : is_draining_ ? 10 : -1;
+    if (timeout_ms < 0 && listeners_->is_resting()) timeout_ms = Listeners::kRestMs;
     int count = ::epoll_wait(epoll_, events, kMaxEvents, timeout_ms);
     for (int i = 0; i < count; ++i) {
       survive([&] { on_readiness(events[i].data.u64, events[i].events); });
@@ -146,11 +147,12 @@ void Server::serve() {
       survive([&] { compute_next(); });
     }
     if (count <= 0) survive([&] { compute_next(); });
+    if (listeners_->is_resting()) listeners_->wake(Clock::now());
   }
   for (auto& [id, socket] : leaving_) ::close(socket);
   leaving_.clear();
   peers_.clear();
-  close_listeners();
+  listeners_->close();
 }
 
 // Where there is no memory, the connection at work is lost and not the duck.
@@ -167,8 +169,7 @@ void Server::on_readiness(uint64_t key, uint32_t events) {
   peer_at_work_ = key;
   if (key == kWakeKey) return run_posted();
   if (key < kFirstPeerKey) {
-    if (!options_.listeners.empty()) accept_from(options_.listeners[size_t(key - 1)]);
-    return;
+    return accept_from(key);
   }
   auto left = leaving_.find(key);
   if (left != leaving_.end() && is_left(left->second)) leaving_.erase(left);
@@ -181,8 +182,10 @@ void Server::on_readiness(uint64_t key, uint32_t events) {
   after_io(found->second.get(), is_alive);
 }
 
-void Server::accept_from(int listener) {
-  int socket = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+void Server::accept_from(uint64_t listener_key) {
+  std::string notice;
+  int socket = listeners_->accept(listener_key, &notice);
+  if (!notice.empty()) control_event({0, ControlEvent::kNotice, notice, Message()});
   if (socket < 0) return;
   if (peers_.size() >= kMaxPeers) {
     ::close(socket);
@@ -202,16 +205,12 @@ void Server::accept_from(int listener) {
   after_io(added, added->connection().flush());
 }
 
-void Server::close_listeners() {
-  for (int listener : options_.listeners) ::close(listener);
-  options_.listeners.clear();
-}
-
 void Server::after_io(Peer* peer, bool is_alive) {
   uint64_t id = peer->id();
   if (!is_alive) {
     if (is_draining_ && peer->connection().is_finished()) leave(peer);
     peers_.erase(id);
+    listeners_->end_rest();  // a descriptor is free
     return;
   }
   queue(peer);
@@ -258,7 +257,7 @@ void Server::begin_drain(Clock::time_point give_up) {
   if (is_draining_) return;
   is_draining_ = true;
   give_up_ = give_up;
-  close_listeners();
+  listeners_->close();
   std::vector<Peer*> peers;
   for (auto& [id, peer] : peers_) peers.push_back(peer.get());
   for (Peer* peer : peers) {

@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "listeners.h"
 #include "peer.h"
 
 namespace duck::stream {
@@ -55,8 +56,7 @@ class Server : private Peer::House {
 
   void serve();
   void on_readiness(uint64_t key, uint32_t events);
-  void accept_from(int listener);
-  void close_listeners();
+  void accept_from(uint64_t listener_key);
   void post(Task task);
   void wake();
   void run_posted();
@@ -93,6 +93,7 @@ class Server : private Peer::House {
   std::vector<Task> posted_;
 
   // Of the serving thread alone.
+  std::unique_ptr<Listeners> listeners_;
   std::unordered_map<uint64_t, std::unique_ptr<Peer>> peers_;
   uint64_t peer_at_work_ = 0;
   std::deque<uint64_t> ready_;  // peers with a request to compute, in turn
