@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import grpc
-import numpy as np
-import numpy.typing as npt
 
 from benchmarks.common import end_with_parent, running, serve
 from vllm_duck.executor.cpus import (
@@ -24,8 +22,7 @@ from vllm_duck.executor.cpus import (
     set_thread_cpus,
     thread_cpus,
 )
-from vllm_duck.executor.duck import CallTimes, MoeRequest
-from vllm_duck.executor.fan_out import FanOut, PendingSum
+from vllm_duck.executor.duck import FanOut, InFlight, MoeRequest, MoeSum
 
 _SERVICE, _METHOD = "echo", "Echo"
 
@@ -61,7 +58,7 @@ class _EchoedFanOut:
         )
         threading.Thread(target=self._read, args=(replies,), daemon=True).start()
 
-    def start(self, request: MoeRequest) -> PendingSum:
+    def send(self, request: MoeRequest) -> InFlight[MoeSum]:
         self._outbox.put(request.hidden.tobytes())
         return _EchoedSum(self._ducks, request, self._inbox)
 
@@ -86,26 +83,17 @@ class _EchoedSum:
         self._ducks = ducks
         self._request = request
         self._inbox = inbox
-        self._sum: PendingSum | None = None
-
-    def _finish(self) -> PendingSum:
-        if self._sum is None:
-            # An echo that died would have the benchmark wait for ever.
-            self._inbox.get(timeout=60)
-            self._sum = self._ducks.start(self._request)
-        return self._sum
+        self._sum: MoeSum | None = None
 
     def is_done(self) -> bool:
         return self._sum is not None
 
-    def replies(self) -> list:
-        return self._finish().replies()
-
-    def times(self) -> CallTimes:
-        return self._finish().times()
-
-    def result(self) -> npt.NDArray[np.float32]:
-        return self._finish().result()
+    def wait(self) -> MoeSum:
+        if self._sum is None:
+            # An echo that died would have the benchmark wait for ever.
+            self._inbox.get(timeout=60)
+            self._sum = self._ducks.send(self._request).wait()
+        return self._sum
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from transformers import DeepseekV32Config
 from benchmarks.common import MODEL_DIR, Result, main
 from tests.models import torch_host
 from tests.models.conftest import BLOCK_SIZE, PagedWorld, make_batch
-from vllm_duck.executor.duck import CallTimes, MoeRequest
+from vllm_duck.executor.duck import CallTimes, MoeRequest, MoeSum
 from vllm_duck.models.backend import run_layers
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.cpu.backend import CpuBackend
@@ -53,17 +53,15 @@ class InstantDucks:
 
     shape: tuple[int, ...] = (0, 0)
 
-    def start(self, request: MoeRequest) -> "InstantDucks":
+    def send(self, request: MoeRequest) -> "InstantDucks":
         return InstantDucks(request.hidden.shape)
 
     def is_done(self) -> bool:
         return True
 
-    def result(self) -> np.ndarray:
-        return np.zeros(self.shape, np.float32)
-
-    def times(self) -> CallTimes:
-        return CallTimes(time.perf_counter_ns(), 0, 0, 0)
+    def wait(self) -> MoeSum:
+        total = np.zeros(self.shape, np.float32)
+        return MoeSum(total, CallTimes(time.perf_counter_ns(), 0, 0, 0))
 
 
 @dataclass

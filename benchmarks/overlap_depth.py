@@ -16,7 +16,7 @@ from benchmarks.overlap_engine import (
     one_duck,
     one_duck_settings,
 )
-from vllm_duck.executor.fan_out import FanOut
+from vllm_duck.executor.duck import FanOut
 from vllm_duck.executor.fleet import Fleet
 
 

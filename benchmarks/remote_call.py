@@ -75,11 +75,9 @@ def _overheads_us(fleet: Fleet, request: MoeRequest, num_calls: int) -> list[flo
     overheads_us = []
     for _ in range(num_calls + 10):
         start_ns = time.perf_counter_ns()
-        pending = fleet.start(request)
-        pending.result()
+        done = fleet.send(request).wait()
         elapsed_us = (time.perf_counter_ns() - start_ns) / 1000
-        compute_us = max(reply.compute_us for reply in pending.replies())
-        overheads_us.append(elapsed_us - compute_us)
+        overheads_us.append(elapsed_us - done.times.compute_us)
     return overheads_us[10:]
 
 

@@ -121,12 +121,12 @@ def _lanes(servers: dict[str, "_Server"], num_calls: int) -> Iterator[Result]:
     with servers["native"].fleet(8) as fleet:
         for _ in range(NUM_TURNS * num_calls // 4):
             start = time.perf_counter_ns()
-            pendings = [fleet.start(request) for request in requests]
+            pendings = [fleet.send(request) for request in requests]
             for pending in pendings:
-                pending.result()
+                pending.wait()
             middle = time.perf_counter_ns()
             for request in requests:
-                fleet.start(request).result()
+                fleet.send(request).wait()
             end = time.perf_counter_ns()
             at_once_us.append((middle - start) / 1000)
             in_turn_us.append((end - middle) / 1000)
@@ -232,7 +232,7 @@ class _Server:
             raw.close()
             return
         with self.fleet(num_ducks) as fleet:
-            yield lambda: fleet.start(request).result()
+            yield lambda: fleet.send(request).wait().total
 
     @contextmanager
     def fleet(self, num_ducks: int) -> Iterator[Fleet]:

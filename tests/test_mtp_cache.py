@@ -133,10 +133,10 @@ def _calls_of(llm, layer_idx, monkeypatch):
     ducks, calls = mlp.ducks, []
 
     class Counting:
-        def start(self, request):
+        def send(self, request):
             assert request.layer_idx == layer_idx
             calls.append(len(request.hidden))
-            return ducks.start(request)
+            return ducks.send(request)
 
     monkeypatch.setattr(mlp, "ducks", Counting())
     return calls

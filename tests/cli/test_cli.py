@@ -80,7 +80,7 @@ def test_serve_serves_until_a_signal_and_exits_with_0(model_dir, tmp_path, how):
             line,
         )
         with Fleet.connect([listen], expect=Checkpoint(model_dir).summary) as fleet:
-            fleet.start(make_request()).result()
+            fleet.send(make_request()).wait()
             process.send_signal(how)
             assert process.wait(WAIT_S) == 0
         assert process.stderr.read() == ""
@@ -110,7 +110,7 @@ def test_up_prints_endpoints_and_ends_all_ducks_with_0(model_dir, how):
         name, _, endpoints = process.stdout.readline().strip().partition("=")
         assert name == "VLLM_DUCK_ENDPOINTS"
         with Fleet.connect(endpoints.split(",")) as fleet:
-            fleet.start(make_request()).result()
+            fleet.send(make_request()).wait()
             children = _children(process.pid)
             assert len(children) == 2
             process.send_signal(how)
@@ -127,7 +127,7 @@ def test_up_starts_from_a_split_in_another_weight_format(model_dir, tmp_path, ca
         assert main(["status", *endpoints]) == 0
         assert capsys.readouterr().out.count("int4-group32") == 2
         with Fleet.connect(endpoints) as fleet:
-            fleet.start(make_request()).result()
+            fleet.send(make_request()).wait()
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 0
 
@@ -189,7 +189,7 @@ def test_the_line_of_up_can_be_pasted_whatever_the_directory_is_called(
         assert told == f"unix:{directory}/duck0,unix:{directory}/duck1"
         assert main(["status", *told.split(",")]) == 0
         with Fleet.connect(told.split(",")) as fleet:
-            fleet.start(make_request()).result()
+            fleet.send(make_request()).wait()
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 0
 

@@ -52,7 +52,7 @@ def _answer(commands):
         for command in commands:
             stack.enter_context(_serving(*command))
         fleet = stack.enter_context(Fleet.connect(listen))
-        return fleet.start(make_request()).result()
+        return fleet.send(make_request()).wait().total
 
 
 def test_ducks_of_a_split_and_of_the_checkpoint_make_one_fleet(model_dir, tmp_path):

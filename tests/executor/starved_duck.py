@@ -45,7 +45,7 @@ def fresh_duck(loaded):
         security=ClientSecurity(),
     )
     try:
-        fan_out.start(make_request(1)).result()
+        fan_out.send(make_request(1)).wait()
         yield fan_out
     finally:
         fan_out.close()
@@ -66,7 +66,7 @@ def main() -> None:
             ):
                 try:
                     np.testing.assert_array_equal(
-                        fan_out.start(request).result(), expected
+                        fan_out.send(request).wait().total, expected
                     )
                     answer = "the sum"
                 except DuckError as error:
@@ -74,7 +74,7 @@ def main() -> None:
             if not num_failures():
                 return
             print(answer, flush=True)
-            np.testing.assert_array_equal(fan_out.start(request).result(), expected)
+            np.testing.assert_array_equal(fan_out.send(request).wait().total, expected)
     raise AssertionError("a call has no end of allocations")
 
 

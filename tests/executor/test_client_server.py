@@ -22,7 +22,6 @@ from vllm_duck.errors import (
 from vllm_duck.executor import codec, duck_pb2, duck_pb2_grpc
 from vllm_duck.executor import server as server_module
 from vllm_duck.executor.bf16 import bf16_to_f32, f32_to_bf16
-from vllm_duck.executor.duck import WireDuck
 from vllm_duck.executor.server import DuckServer
 from vllm_duck.executor.wire import FORWARD_METHOD, SERVICE
 
@@ -72,7 +71,7 @@ def test_describe_gives_the_info_with_the_memory_of_now(start_server, connect):
 @pytest.mark.parametrize("reply_dtype", ["bf16", "fp32"])
 def test_a_call_gives_the_partial_sum(start_server, connect, reply_dtype):
     duck = connect(start_server().endpoint, reply_dtype=reply_dtype)
-    reply = duck.start(make_request()).result()
+    reply = duck.send(make_request()).wait()
     np.testing.assert_array_equal(reply.partial, echo(make_request(), reply_dtype))
     assert reply.rtt_us >= reply.compute_us + reply.queue_us
 
@@ -82,7 +81,7 @@ def test_a_unix_socket_works_and_is_private_and_goes_away(
 ):
     path = tmp_path / "duck"
     server = start_server(listen=f"unix:{path}")
-    connect(server.endpoint).start(make_request()).result()
+    connect(server.endpoint).send(make_request()).wait()
     assert path.stat().st_mode & 0o777 == 0o600
     server.stop(0)
     assert not path.exists()
@@ -90,32 +89,32 @@ def test_a_unix_socket_works_and_is_private_and_goes_away(
 
 def test_a_call_is_done_when_its_result_is_there(start_server, connect):
     gate = Gate()
-    pending = connect(start_server(gate).endpoint).start(make_request())
+    pending = connect(start_server(gate).endpoint).send(make_request())
     assert gate.has_begun.wait(WAIT_S)
     assert not pending.is_done()
     gate.may_end.set()
-    pending.result()
+    pending.wait()
     assert pending.is_done()
 
 
 def test_several_calls_in_flight_find_their_own_replies(start_server, connect):
     duck = connect(start_server().endpoint, reply_dtype="fp32")
     requests = [make_request(1 + seed % 3, seed=seed) for seed in range(100)]
-    pendings = [duck.start(request) for request in requests]
+    pendings = [duck.send(request) for request in requests]
     for request, pending in reversed(list(zip(requests, pendings, strict=True))):
-        np.testing.assert_array_equal(pending.result().partial, echo(request, "fp32"))
+        np.testing.assert_array_equal(pending.wait().partial, echo(request, "fp32"))
 
 
 def test_a_result_may_be_asked_for_twice(start_server, connect):
-    pending = connect(start_server().endpoint).start(make_request())
-    assert pending.result() is pending.result()
+    pending = connect(start_server().endpoint).send(make_request())
+    assert pending.wait() is pending.wait()
 
 
 def test_a_full_prefill_chunk_passes(start_server, connect):
     # 2,341 rows of 7168 bf16 are 32 MiB; gRPC's default is 4.
     request = make_request(2341, hidden_size=7168)
     duck = connect(start_server().endpoint)
-    reply = duck.start(request).result()
+    reply = duck.send(request).wait()
     assert reply.partial.nbytes > 32 * 2**20
     np.testing.assert_array_equal(reply.partial, echo(request, "bf16"))
 
@@ -123,17 +122,17 @@ def test_a_full_prefill_chunk_passes(start_server, connect):
 def test_a_message_beyond_the_limit_is_refused_with_the_knob(start_server, connect):
     server = start_server(max_message_bytes=10_000)
     with pytest.raises(DuckProtocolError, match="--max-message-mib"):
-        connect(server.endpoint).start(make_request(1000)).result()
-    connect(server.endpoint).start(make_request(1)).result()
+        connect(server.endpoint).send(make_request(1000)).wait()
+    connect(server.endpoint).send(make_request(1)).wait()
 
 
 def test_a_wrong_request_is_refused_and_the_stream_goes_on(start_server, connect):
     duck = connect(start_server().endpoint)
-    bad = duck.start(make_request(layer_idx=77))
-    good = duck.start(make_request())
+    bad = duck.send(make_request(layer_idx=77))
+    good = duck.send(make_request())
     with pytest.raises(DuckShapeError, match=r"refused a request .*: no layer 77"):
-        bad.result()
-    good.result()
+        bad.wait()
+    good.wait()
 
 
 def test_a_request_that_does_not_fit_itself_gets_a_status(start_server):
@@ -153,7 +152,7 @@ def test_bytes_that_do_not_parse_end_only_their_own_stream(start_server, connect
             next(replies)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "expected a duck.v1.ForwardRequest" in caught.value.details()
-    connect(server.endpoint).start(make_request()).result()
+    connect(server.endpoint).send(make_request()).wait()
 
 
 def test_a_kernel_that_fails_is_an_error_of_that_call_alone(start_server, connect):
@@ -167,8 +166,8 @@ def test_a_kernel_that_fails_is_an_error_of_that_call_alone(start_server, connec
 
     duck = connect(start_server(fail_once).endpoint)
     with pytest.raises(DuckUnavailable, match="INTERNAL.*RuntimeError: out of ducks"):
-        duck.start(make_request()).result()
-    duck.start(make_request()).result()
+        duck.send(make_request()).wait()
+    duck.send(make_request()).wait()
 
 
 @pytest.mark.parametrize(
@@ -177,20 +176,20 @@ def test_a_kernel_that_fails_is_an_error_of_that_call_alone(start_server, connec
 def test_a_kernel_with_a_wrong_result_is_an_error(start_server, connect, wrong):
     duck = connect(start_server(lambda request, dtype: wrong).endpoint)
     with pytest.raises(DuckUnavailable, match="the kernel must return"):
-        duck.start(make_request()).result()
+        duck.send(make_request()).wait()
 
 
 def test_the_deadline_raises_duck_timeout_and_the_stream_goes_on(start_server, connect):
     gate = Gate()
     duck = connect(start_server(gate).endpoint, deadline_s=0.1)
-    late = duck.start(make_request())
+    late = duck.send(make_request())
     with pytest.raises(DuckTimeout, match="did not answer within deadline_s=0.1"):
-        late.result()
+        late.wait()
     gate.may_end.set()
 
     def is_answered():
         try:
-            return duck.start(make_request()).result()
+            return duck.send(make_request()).wait()
         except DuckTimeout:  # a slow machine may need more than one try
             return False
 
@@ -199,8 +198,8 @@ def test_the_deadline_raises_duck_timeout_and_the_stream_goes_on(start_server, c
 
 def test_a_reply_that_is_there_is_no_timeout_for_any_thread(start_server, connect):
     duck = connect(start_server().endpoint, deadline_s=WAIT_S)
-    pending = duck.start(make_request())
-    pending.result()
+    pending = duck.send(make_request())
+    pending.wait()
     pending._deadline_s = 0.0
     with futures.ThreadPoolExecutor(8) as pool:
         for result in [pool.submit(pending.result) for _ in range(4000)]:
@@ -211,29 +210,29 @@ def test_a_server_that_stops_at_once_fails_the_calls_in_flight(start_server, con
     gate = Gate()
     server = start_server(gate)
     duck = connect(server.endpoint)
-    pendings = [duck.start(make_request()) for _ in range(3)]
+    pendings = [duck.send(make_request()) for _ in range(3)]
     assert gate.has_begun.wait(WAIT_S)
     stopper = threading.Thread(target=server.stop, args=(0,))
     stopper.start()
     for pending in pendings:
         with pytest.raises(DuckUnavailable, match=server.endpoint):
-            pending.result()
+            pending.wait()
     gate.may_end.set()
     stopper.join()
     with pytest.raises(DuckUnavailable, match=server.endpoint):
-        duck.start(make_request())
+        duck.send(make_request())
 
 
 def test_a_server_that_stops_answers_what_has_arrived(start_server, connect):
     gate = Gate()
     server = start_server(gate)
     duck = connect(server.endpoint)
-    pending = duck.start(make_request())
+    pending = duck.send(make_request())
     assert gate.has_begun.wait(WAIT_S)
     stopper = threading.Thread(target=server.stop, args=(30,))
     stopper.start()
     gate.may_end.set()
-    pending.result()
+    pending.wait()
     stopper.join(WAIT_S)
     assert not stopper.is_alive()
 
@@ -241,14 +240,14 @@ def test_a_server_that_stops_answers_what_has_arrived(start_server, connect):
 def test_closing_the_client_fails_the_calls_in_flight(start_server, connect):
     gate = Gate()
     duck = connect(start_server(gate).endpoint)
-    pending = duck.start(make_request())
+    pending = duck.send(make_request())
     assert gate.has_begun.wait(WAIT_S)
     duck.close()
     gate.may_end.set()
     with pytest.raises(DuckUnavailable, match="the client was closed"):
-        pending.result()
+        pending.wait()
     with pytest.raises(DuckUnavailable, match="the client was closed"):
-        duck.start(make_request())
+        duck.send(make_request())
 
 
 def test_raw_garbage_on_the_port_does_not_disturb_the_duck(start_server, connect):
@@ -260,7 +259,7 @@ def test_raw_garbage_on_the_port_does_not_disturb_the_duck(start_server, connect
         for _ in range(20):
             with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
                 raw.sendall(prefix + rng.bytes(200))
-    connect(server.endpoint).start(make_request()).result()
+    connect(server.endpoint).send(make_request()).wait()
 
 
 def test_calls_beyond_the_limit_are_refused_and_the_others_go_on(
@@ -269,10 +268,10 @@ def test_calls_beyond_the_limit_are_refused_and_the_others_go_on(
     monkeypatch.setattr(server_module, "MAX_CONCURRENT_CALLS", 1)
     server = start_server()
     first, second = (connect(server.endpoint) for _ in range(2))
-    first.start(make_request()).result()
+    first.send(make_request()).wait()
     with pytest.raises(DuckProtocolError, match="the number of the calls"):
-        second.start(make_request()).result()
-    first.start(make_request()).result()
+        second.send(make_request()).wait()
+    first.send(make_request()).wait()
 
 
 def test_two_hosts_share_one_duck(start_server, connect):
@@ -280,23 +279,15 @@ def test_two_hosts_share_one_duck(start_server, connect):
     ducks = [connect(server.endpoint, reply_dtype="fp32") for _ in range(2)]
     requests = [make_request(seed=seed) for seed in range(2)]
     pendings = [
-        duck.start(request) for duck, request in zip(ducks, requests, strict=True)
+        duck.send(request) for duck, request in zip(ducks, requests, strict=True)
     ]
     for request, pending in zip(requests, pendings, strict=True):
-        np.testing.assert_array_equal(pending.result().partial, echo(request, "fp32"))
-
-
-def test_a_duck_behind_a_wire_takes_encoded_requests(start_server, connect):
-    duck = connect(start_server().endpoint)
-    assert isinstance(duck, WireDuck)
-    encoded = codec.encode_request(make_request(), request_id=99, reply_dtype="fp32")
-    reply = duck.start_encoded(encoded).result()
-    np.testing.assert_array_equal(reply.partial, echo(make_request(), "fp32"))
+        np.testing.assert_array_equal(pending.wait().partial, echo(request, "fp32"))
 
 
 def test_a_stock_client_from_the_proto_is_served(start_server):
     request = make_request()
-    message = codec.encode_request(request, request_id=3, reply_dtype="fp32").message
+    message = codec.encode_request(request, request_id=3, reply_dtype="fp32")
     with grpc.insecure_channel(start_server().endpoint) as channel:
         stub = duck_pb2_grpc.DuckStub(channel)
         info = stub.Describe(duck_pb2.DescribeRequest(), timeout=WAIT_S)

@@ -61,7 +61,7 @@ def test_a_server_that_was_not_stopped_does_not_abort_the_process():
 
         def call():
             while True:
-                client.start(make_request()).result()
+                client.send(make_request()).wait()
                 is_running.set()
 
         threading.Thread(target=call, daemon=True).start()

@@ -6,7 +6,6 @@ import pytest
 from tests.executor.mini_model import make_info, make_request, make_summary
 from tests.waiting import WAIT_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
-from vllm_duck.executor import fan_out
 from vllm_duck.executor import fleet as fleet_module
 from vllm_duck.executor.bf16 import bf16_to_f32, f32_to_bf16
 from vllm_duck.executor.duck import MoeReply, Shard
@@ -59,7 +58,7 @@ def test_partials_of_real_ducks_are_summed(two_servers, reply_dtype, transport):
         reply_dtype=reply_dtype,
         transport=transport,
     ) as fleet:
-        total = fleet.start(make_request()).result()
+        total = fleet.send(make_request()).wait().total
     assert total.dtype == np.float32
     np.testing.assert_array_equal(total, np.full((3, 32), 3.0))
 
@@ -68,55 +67,39 @@ def test_partials_are_summed_in_duck_order():
     # In another order, fp32 gives 0 or 2.
     values = [2.0**25, 1.0, -(2.0**25), 1.0]
     ducks = _ducks(*[make_info()] * 4, values=values)
-    total = Fleet(ducks).start(make_request()).result()
+    total = Fleet(ducks).send(make_request()).wait().total
     np.testing.assert_array_equal(total, np.ones((3, 32)))
 
 
 def test_the_sum_of_one_duck_is_fresh_and_writable(two_servers):
     fleet = Fleet(_ducks(make_info(), values=[5.0]))
-    pending = fleet.start(make_request())
-    pending.result()[:] = 0
-    np.testing.assert_array_equal(pending.result(), np.full((3, 32), 5.0))
+    pending = fleet.send(make_request())
+    pending.wait().total[:] = 0
+    np.testing.assert_array_equal(pending.wait().total, np.full((3, 32), 5.0))
 
 
 def test_bf16_partials_of_in_process_ducks_are_widened():
     duck = InProcessDuck(_constant(1.5), make_info(), reply_dtype="bf16")
-    total = Fleet([duck]).start(make_request()).result()
+    total = Fleet([duck]).send(make_request()).wait().total
     np.testing.assert_array_equal(total, np.full((3, 32), 1.5))
-
-
-def test_a_request_is_encoded_once_for_all_ducks(two_servers, monkeypatch):
-    calls = []
-    encode = fan_out.encode_request
-
-    def count(*args, **kwargs):
-        calls.append(encode(*args, **kwargs))
-        return calls[-1]
-
-    monkeypatch.setattr(fan_out, "encode_request", count)
-    with Fleet.connect(_endpoints(two_servers), transport="grpcio") as fleet:
-        pendings = [fleet.start(make_request()) for _ in range(3)]
-        for pending in pendings:
-            pending.result()
-    assert len({call.request_id for call in calls}) == len(calls) == 3
 
 
 def test_remote_and_in_process_ducks_mix(two_servers):
     with Fleet.connect(_endpoints(two_servers)) as remote:
         fleet = Fleet([*remote.ducks, *_ducks(make_info(), values=[4.0])])
-        total = fleet.start(make_request()).result()
+        total = fleet.send(make_request()).wait().total
     np.testing.assert_array_equal(total, np.full((3, 32), 7.0))
 
 
 def test_replies_are_in_duck_order():
     fleet = Fleet(_ducks(make_info(), make_info(), values=[1.0, 2.0]))
-    replies = fleet.start(make_request()).replies()
+    replies = fleet.send(make_request()).replies()
     assert [reply.partial[0, 0] for reply in replies] == [1.0, 2.0]
 
 
 def test_statistics_are_medians_of_each_duck():
     class Scripted(InProcessDuck):
-        def start(self, request):
+        def send(self, request):
             times = self.times.pop()
             partial = np.zeros((1, 1), np.float32)
 
@@ -124,7 +107,7 @@ def test_statistics_are_medians_of_each_duck():
                 def is_done(self):
                     return True
 
-                def result(self):
+                def wait(self):
                     queue_us, compute_us, rtt_us = times
                     return MoeReply(partial, queue_us, compute_us, rtt_us)
 
@@ -135,7 +118,7 @@ def test_statistics_are_medians_of_each_duck():
     fleet = Fleet([duck])
     assert fleet.statistics()[0].num_calls == 0
     for _ in range(3):
-        fleet.start(make_request()).result()
+        fleet.send(make_request()).wait()
     (figures,) = fleet.statistics()
     assert (figures.name, figures.num_calls) == ("a", 3)
     assert (figures.queue_us, figures.compute_us, figures.rtt_us) == (2, 20, 200)
@@ -246,7 +229,7 @@ def test_connect_waits_for_a_duck_that_comes_up_late(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fleet_module.time, "sleep", start_late)
         with Fleet.connect([f"unix:{tmp_path}/duck"], connect_s=WAIT_S) as fleet:
-            fleet.start(make_request()).result()
+            fleet.send(make_request()).wait()
     server.stop(0)
 
 
@@ -255,18 +238,18 @@ def test_a_duck_that_dies_is_named_by_the_calls_in_flight_and_later(
     two_servers, transport
 ):
     with Fleet.connect(_endpoints(two_servers), transport=transport) as fleet:
-        fleet.start(make_request()).result()
+        fleet.send(make_request()).wait()
         two_servers[1].stop(0)
         with pytest.raises(DuckUnavailable, match=two_servers[1].endpoint):
-            fleet.start(make_request()).result()
+            fleet.send(make_request()).wait()
         with pytest.raises(DuckUnavailable, match=two_servers[1].endpoint):
-            fleet.start(make_request()).result()
+            fleet.send(make_request()).wait()
 
 
 def test_widened_partials_are_exact():
     duck = InProcessDuck(lambda request, dtype: request.hidden, make_info())
     request = make_request()
-    total = Fleet([duck]).start(request).result()
+    total = Fleet([duck]).send(request).wait().total
     np.testing.assert_array_equal(total, bf16_to_f32(request.hidden))
 
 
@@ -274,4 +257,4 @@ def test_an_in_process_duck_that_is_closed_is_unavailable():
     fleet = Fleet(_ducks(make_info()))
     fleet.close()
     with pytest.raises(DuckUnavailable, match="duck duck0: the client was closed"):
-        fleet.start(make_request())
+        fleet.send(make_request())

@@ -11,13 +11,13 @@ from vllm_duck.executor.codec import ReplyStatus, decode_reply, encode_request
 from vllm_duck.executor.forward_stream import (
     MAX_QUEUED_REQUESTS,
     ForwardStream,
-    Kernel,
+    OneAtATime,
 )
 
 
 def _messages(count):
     return [
-        encode_request(make_request(), request_id=index, reply_dtype="bf16").message
+        encode_request(make_request(), request_id=index, reply_dtype="bf16")
         for index in range(count)
     ]
 
@@ -27,7 +27,7 @@ def _zeros(request, reply_dtype):
 
 
 def test_replies_come_in_the_order_of_the_requests():
-    stream = ForwardStream(iter(_messages(10)), Kernel(_zeros))
+    stream = ForwardStream(iter(_messages(10)), OneAtATime(_zeros))
     replies = [decode_reply(message) for message in stream]
     assert [reply.request_id for reply in replies] == list(range(10))
     assert {reply.status for reply in replies} == {ReplyStatus.OK}
@@ -46,7 +46,7 @@ def test_a_request_that_waits_for_the_kernel_says_how_long():
         threading.Event().wait(0.02)
         return _zeros(request, reply_dtype)
 
-    first, second = ForwardStream(messages(), Kernel(slow))
+    first, second = ForwardStream(messages(), OneAtATime(slow))
     assert decode_reply(first).compute_us >= 20_000
     assert decode_reply(second).queue_us >= 20_000
 
@@ -65,7 +65,7 @@ def test_the_queue_is_bounded():
         assert may_end.wait(WAIT_S)
         return _zeros(request, reply_dtype)
 
-    replies = iter(ForwardStream(messages(), Kernel(wait)))
+    replies = iter(ForwardStream(messages(), OneAtATime(wait)))
     first = threading.Thread(target=next, args=(replies,))
     first.start()
     threading.Event().wait(0.05)
@@ -85,7 +85,7 @@ def test_draining_answers_what_has_arrived_and_ends():
         # A host that keeps its stream open.
         may_close.wait(WAIT_S)
 
-    stream = ForwardStream(messages(), Kernel(_zeros))
+    stream = ForwardStream(messages(), OneAtATime(_zeros))
     replies = iter(stream)
     next(replies)
     assert has_arrived.wait(WAIT_S)
@@ -99,11 +99,11 @@ def test_a_transport_that_breaks_ends_the_stream():
         yield from _messages(1)
         raise ConnectionError("gone")
 
-    assert len(list(ForwardStream(messages(), Kernel(_zeros)))) == 1
+    assert len(list(ForwardStream(messages(), OneAtATime(_zeros)))) == 1
 
 
 def test_bytes_that_do_not_parse_end_the_stream_with_our_error():
-    replies = iter(ForwardStream(iter([*_messages(1), b"\xff"]), Kernel(_zeros)))
+    replies = iter(ForwardStream(iter([*_messages(1), b"\xff"]), OneAtATime(_zeros)))
     next(replies)
     with pytest.raises(DuckProtocolError, match="expected a duck.v1.ForwardRequest"):
         next(replies)

@@ -85,7 +85,7 @@ def duck(request, tmp_path):
 def _check(fan_out, seed=0):
     request = make_request(seed=seed)
     expected = bf16_to_f32(request.hidden)
-    np.testing.assert_array_equal(fan_out.start(request).result(), expected)
+    np.testing.assert_array_equal(fan_out.send(request).wait().total, expected)
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def test_a_duck_swapped_between_the_check_and_the_first_call_is_refused(
         duck.swap(info)
         for seed in range(2):
             with _refused(f"duck {duck.endpoint} is not the one .*: {match};"):
-                fleet.start(make_request(seed=seed)).result()
+                fleet.send(make_request(seed=seed)).wait()
     assert not duck.calls
 
 
@@ -123,7 +123,7 @@ def test_a_duck_swapped_between_two_calls_is_refused_and_the_right_one_taken_bac
             num_calls = len(duck.calls)
             duck.swap(info)
             with _refused(match):
-                fleet.start(make_request()).result()
+                fleet.send(make_request()).wait()
             assert len(duck.calls) == num_calls
 
 
@@ -135,10 +135,10 @@ def test_grpcio_does_not_reconnect_behind_the_hosts_back(duck):
         duck.swap(OTHERS["columns"][0])
         for _ in range(2):
             with pytest.raises(DuckTransportError, match=duck.endpoint):
-                fleet.start(make_request()).result()
+                fleet.send(make_request()).wait()
         duck.swap(MINE)
         with pytest.raises(DuckTransportError, match=duck.endpoint):
-            fleet.start(make_request()).result()
+            fleet.send(make_request()).wait()
         assert len(duck.calls) == num_calls
     with Fleet.connect([duck.endpoint], transport="grpcio") as fleet:
         _check(fleet)
@@ -150,10 +150,10 @@ def test_requests_in_flight_are_not_sent_again_to_another_duck(duck, client):
         _check(fan_out)
         num_calls = len(duck.calls)
         duck.swap(OTHERS["weight format"][0])
-        pendings = [fan_out.start(make_request(seed=seed)) for seed in range(3)]
+        pendings = [fan_out.send(make_request(seed=seed)) for seed in range(3)]
         for pending in pendings:
             with _refused("got format=int8-group128"):
-                pending.result()
+                pending.wait()
         assert len(duck.calls) == num_calls
 
 
@@ -174,7 +174,7 @@ def test_a_duck_that_does_not_say_who_it_is_gets_no_row(client, stock_forward):
     with Fleet.connect([endpoint], transport=transport) as fan_out:
         match = "must open its Forward stream with its identity, protocol=2 .*, and"
         with pytest.raises(DuckProtocolError, match=match):
-            fan_out.start(make_request()).result()
+            fan_out.send(make_request()).wait()
     assert seen == []
 
 

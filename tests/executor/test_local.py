@@ -41,7 +41,7 @@ def test_local_ducks_compute_the_sum_and_end_with_the_block(tmp_path, any_model)
             ducks.endpoints, expect=checkpoint.summary, reply_dtype="fp32"
         ) as fleet,
     ):
-        total = fleet.start(request).result()
+        total = fleet.send(request).wait().total
         pids, directory = ducks.pids, Path(ducks.endpoints[0][len("unix:") :]).parent
         assert min(ducks.memory_bytes()) > 2**20
         assert ducks.dead() is None
@@ -92,12 +92,12 @@ def test_a_duck_that_dies_is_named_and_its_calls_fail(bf16_checkpoint):
         LocalDucks.start(bf16_checkpoint.model_dir, num_ducks=2) as ducks,
         Fleet.connect(ducks.endpoints) as fleet,
     ):
-        fleet.start(make_request()).result()
+        fleet.send(make_request()).wait()
         os.kill(ducks.pids[1], signal.SIGKILL)
         wait_until(ducks.dead)
         assert ducks.dead() == f"duck {ducks.endpoints[1]} ended with signal 9"
         with pytest.raises(DuckUnavailable, match=ducks.endpoints[1]):
-            fleet.start(make_request()).result()
+            fleet.send(make_request()).wait()
 
 
 def _connect_with_a_short_deadline(endpoints):
@@ -123,7 +123,7 @@ def test_a_duck_that_hangs_is_a_timeout_with_its_name(bf16_checkpoint):
         # It may run on for a moment, and a moment is enough to answer.
         os.waitpid(ducks.pids[1], os.WUNTRACED)
         with pytest.raises(DuckTimeout, match=ducks.endpoints[1]):
-            fleet.start(make_request()).result()
+            fleet.send(make_request()).wait()
         # On a connection of its own, which gRPC gives up at about the same time.
         with pytest.raises((DuckTimeout, DuckUnavailable), match=ducks.endpoints[1]):
             fleet.describe()
@@ -177,7 +177,7 @@ def test_ducks_import_nothing_from_the_working_directory(
         LocalDucks.start(bf16_checkpoint.model_dir, num_ducks=1) as ducks,
         Fleet.connect(ducks.endpoints) as fleet,
     ):
-        fleet.start(make_request()).result()
+        fleet.send(make_request()).wait()
     assert not list(hostile_directory.glob("*.executed"))
 
 

@@ -41,7 +41,7 @@ def channel(server):
 
 def _message(seed=0, rows=1, hidden_size=32):
     request = make_request(rows, seed=seed, hidden_size=hidden_size)
-    return codec.encode_request(request, request_id=7, reply_dtype="bf16").message
+    return codec.encode_request(request, request_id=7, reply_dtype="bf16")
 
 
 def _forward(channel, messages, **options):
@@ -230,9 +230,9 @@ def test_only_the_token_opens_the_duck_and_health_stays_open(token):
         with calling("native", [server.endpoint], token=token) as fan_out:
             if token == "secret":
                 duck.describe()
-                fan_out.start(make_request()).result()
+                fan_out.send(make_request()).wait()
                 return
-            for call in (duck.describe, fan_out.start(make_request()).result):
+            for call in (duck.describe, fan_out.send(make_request()).result):
                 with pytest.raises(DuckProtocolError, match="refused the token"):
                     call()
 
@@ -256,7 +256,7 @@ def test_a_host_that_reads_no_replies_holds_little_memory_and_nobody_up():
         topk_ids=np.zeros((rows, 1), np.int32),
         topk_weights=np.zeros((rows, 1), np.float32),
     )
-    message = codec.encode_request(request, request_id=1, reply_dtype="bf16").message
+    message = codec.encode_request(request, request_id=1, reply_dtype="bf16")
     with serving("native", max_message_bytes=8 << 20) as server:
         meddler = Meddler(server.endpoint)
         before = resident_bytes()
@@ -269,7 +269,7 @@ def test_a_host_that_reads_no_replies_holds_little_memory_and_nobody_up():
             call = _forward(channel, (message for _ in range(200)))
             with calling("native", [server.endpoint]) as other:
                 for seed in range(200):
-                    other.start(make_request(seed=seed)).result()
+                    other.send(make_request(seed=seed)).wait()
                     time.sleep(0.005)
             assert resident_bytes() - before < 300 << 20
             call.cancel()
@@ -298,7 +298,7 @@ def test_a_unix_socket_is_private_goes_away_and_may_be_left_over(tmp_path):
     left_over.close()
     with serving("native", listen=listen) as server:
         with calling("native", [listen]) as fan_out:
-            fan_out.start(make_request()).result()
+            fan_out.send(make_request()).wait()
         assert path.stat().st_mode & 0o777 == 0o600
         with (
             pytest.raises(DuckConfigError, match=f"cannot listen on {listen}"),
@@ -315,7 +315,7 @@ def test_names_and_both_families_are_listened_on(listen):
         running = serving("native", listen=listen)
         with running as server, calling("native", [server.endpoint]) as fan_out:
             assert not server.endpoint.endswith(":0")
-            fan_out.start(make_request()).result()
+            fan_out.send(make_request()).wait()
     except DuckConfigError as error:
         pytest.skip(f"no such address here: {error}")
 

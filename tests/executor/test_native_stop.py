@@ -23,10 +23,10 @@ def server():
 
 def test_a_duck_that_stops_ends_its_streams_and_is_then_unavailable(server):
     with calling("native", [server.endpoint]) as fan_out:
-        fan_out.start(make_request()).result()
+        fan_out.send(make_request()).wait()
         server.stop(5)
         with pytest.raises(DuckUnavailable, match=f"duck {server.endpoint}"):
-            fan_out.start(make_request()).result()
+            fan_out.send(make_request()).wait()
 
 
 # The preface, SETTINGS, and the headers of a Forward call.
@@ -70,11 +70,11 @@ def _stop_with_unread_replies(server, meddler, fan_out):
     """Has the duck drain 20 requests whose replies the host cannot read yet."""
     sent = bytearray()
     meddler.to_duck = lambda chunk, before: sent.extend(chunk) or chunk
-    fan_out.start(make_request()).result()
+    fan_out.send(make_request()).wait()
     meddler.passes_to_host.clear()
     before = _data_bytes(sent)
     requests = [make_request(1, hidden_size=7168, seed=seed) for seed in range(20)]
-    pendings = [fan_out.start(request) for request in requests]
+    pendings = [fan_out.send(request) for request in requests]
     # A frame is a whole message here, of which nearly all is the hidden row.
     wait_until(lambda: _data_bytes(sent) >= before + 20 * 2 * 7168)
     wait_until(lambda: meddler.num_passed["duck"] == len(sent))
@@ -117,7 +117,7 @@ def test_replies_outlive_the_duck_that_gave_them(server):
         exchanges, stopper = _stop_with_unread_replies(server, meddler, fan_out)
         # Longer than a duck waits for a host that has all its replies.
         stopper.join(0.5)
-        late = fan_out.start(make_request())
+        late = fan_out.send(make_request())
         stopper.join(0.5)
         meddler.passes_to_host.set()
         _check_replies(exchanges)
@@ -136,7 +136,7 @@ def test_hosts_that_do_nothing_do_not_hold_up_a_stop(kind, tmp_path):
         meddler = Meddler(server.endpoint) if kind == "tcp" else None
         endpoint = meddler.endpoint if meddler else server.endpoint
         fan_out = stack.enter_context(calling("native", [endpoint]))
-        fan_out.start(make_request()).result()
+        fan_out.send(make_request()).wait()
         garbled = stack.enter_context(_connected(server.endpoint))
         garbled.sendall(_OPEN_CALL + b"\0\0\1\0\0\0\0\0\0x")
         if meddler:
@@ -162,4 +162,4 @@ def test_hosts_that_leave_their_ended_connections_open_keep_no_one_out(server):
                 while host.recv(4096):
                     pass
         with calling("native", [server.endpoint]) as fan_out:
-            fan_out.start(make_request()).result()
+            fan_out.send(make_request()).wait()

@@ -66,8 +66,8 @@ def test_both_transports_give_the_same_bits(start, infos, transport, reply_dtype
         ) as native,
     ):
         for request in requests:
-            expected, got = python.start(request), native.start(request)
-            np.testing.assert_array_equal(got.result(), expected.result())
+            expected, got = python.send(request), native.send(request)
+            np.testing.assert_array_equal(got.wait().total, expected.wait().total)
             for ours, theirs in zip(got.replies(), expected.replies(), strict=True):
                 assert ours.partial.tobytes() == theirs.partial.tobytes()
 
@@ -85,7 +85,7 @@ def test_a_request_that_does_not_fit_the_model_is_refused_and_the_next_one_serve
     start, infos, transport, changes, match
 ):
     with calling(transport, start(transport), infos=infos) as fan_out:
-        bad = fan_out.start(make_request(20, **changes))
+        bad = fan_out.send(make_request(20, **changes))
         with pytest.raises(DuckShapeError, match=match):
-            bad.result()
-        assert fan_out.start(make_request()).result().shape == (3, 32)
+            bad.wait()
+        assert fan_out.send(make_request()).wait().total.shape == (3, 32)

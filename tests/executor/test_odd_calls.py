@@ -49,7 +49,7 @@ CALLS = {
     "check of nobody": (CHECK, [_health("nobody")], "NOT_FOUND"),
     "check, garbage": (CHECK, [b"\xff"], "INTERNAL"),
     "check, no message": (CHECK, [], "UNIMPLEMENTED"),
-    "forward": (FORWARD_METHOD, [_FORWARD.message], "OK"),
+    "forward": (FORWARD_METHOD, [_FORWARD], "OK"),
     "forward, no message": (FORWARD_METHOD, [], "OK"),
     "forward, garbage": (FORWARD_METHOD, [b"\xff"], "INVALID_ARGUMENT"),
     "reflection": (REFLECTION, [_LIST], "OK"),

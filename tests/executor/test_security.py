@@ -19,7 +19,7 @@ def _call(endpoint, security):
     duck = GrpcDuck(endpoint, security=security)
     try:
         duck.describe()
-        return duck.start(make_request()).result()
+        return duck.send(make_request()).wait()
     finally:
         duck.close()
 
@@ -87,7 +87,7 @@ def test_a_wrong_or_missing_token_is_refused(start_server, token):
 def test_a_stream_without_the_token_is_refused(start_server):
     duck = GrpcDuck(start_server(ServerSecurity(token="secret")))
     with pytest.raises(DuckProtocolError, match="refused the token"):
-        duck.start(make_request()).result()
+        duck.send(make_request()).wait()
     duck.close()
 
 

@@ -112,11 +112,11 @@ def test_natives_understand_each_other_however_they_are_cut(meddler, cut, rows):
     ]
     with calling("native", [meddler.endpoint]) as fan_out:
         # Until both have said so, a frame has 16 KiB at most.
-        fan_out.start(make_request()).result()
-        pendings = [fan_out.start(request) for request in requests]
+        fan_out.send(make_request()).wait()
+        pendings = [fan_out.send(request) for request in requests]
         for request, pending in zip(requests, pendings, strict=True):
             expected = bf16_to_f32(request.hidden)
-            np.testing.assert_array_equal(pending.result(), expected)
+            np.testing.assert_array_equal(pending.wait().total, expected)
     # Nothing was sent again.
     assert meddler.num_connections == 1
 
@@ -125,7 +125,7 @@ def test_damage_at_the_end_is_found_however_it_is_cut(meddler, cut):
     sizes, padding = cut
     meddler.to_duck = recut(sizes, padding, PREFACE)
     request = make_request(1, hidden_size=64)
-    good = codec.encode_request(request, request_id=7, reply_dtype="bf16").message
+    good = codec.encode_request(request, request_id=7, reply_dtype="bf16")
     with grpc.insecure_channel(meddler.endpoint) as channel:
         forward = channel.stream_stream(FORWARD_METHOD)
         # The sum's bytes, and the last ones that it covers; its tag is another field.
@@ -141,7 +141,7 @@ def test_damage_at_the_end_is_found_however_it_is_cut(meddler, cut):
 def test_a_checksum_with_a_longer_tag_is_not_the_last_five_bytes(meddler):
     """As codec.py has it."""
     request = make_request(1, hidden_size=64)
-    good = codec.encode_request(request, request_id=7, reply_dtype="bf16").message
+    good = codec.encode_request(request, request_id=7, reply_dtype="bf16")
     odd = good[:-5] + b"\xd5\x00" + good[-4:]
     with grpc.insecure_channel(meddler.endpoint) as channel:
         forward = channel.stream_stream(FORWARD_METHOD)
@@ -219,4 +219,4 @@ def test_data_that_http_2_drops_in_mid_message_leaves_the_server_well():
                 while raw.recv(65536):
                     pass
         with calling("native", [server.endpoint]) as fan_out:
-            fan_out.start(make_request()).result()
+            fan_out.send(make_request()).wait()

@@ -50,9 +50,9 @@ def test_a_reply_that_never_comes_is_a_timeout_and_later_calls_go_on(meddler, cl
     with calling(client, [meddler.endpoint], deadline_s=0.3) as fan_out:
         check_echo_in_the_end(fan_out, make_request())
         meddler.hold()
-        late = fan_out.start(make_request(seed=1))
+        late = fan_out.send(make_request(seed=1))
         with pytest.raises(DuckTimeout, match="did not answer within deadline_s=0.3"):
-            late.result()
+            late.wait()
         meddler.resume()
         # The late reply may come first; it belongs to nobody.
         for seed in range(2, 5):
@@ -64,15 +64,15 @@ def test_a_late_reply_may_be_larger_than_what_is_in_flight(meddler, client):
     with calling(client, [meddler.endpoint], deadline_s=0.5) as fan_out:
         check_echo_in_the_end(fan_out, make_request())
         meddler.passes_to_host.clear()
-        late = fan_out.start(make_request(60, hidden_size=7168))
+        late = fan_out.send(make_request(60, hidden_size=7168))
         with pytest.raises(DuckTimeout):
-            late.result()
+            late.wait()
         del late
         request = make_request(seed=1)
-        pending = fan_out.start(request)
+        pending = fan_out.send(request)
         meddler.resume()
         try:
-            total = pending.result()
+            total = pending.wait().total
         except DuckTimeout:  # a slow machine: the late reply has still been dropped
             return check_echo_in_the_end(fan_out, request)
         np.testing.assert_array_equal(total, bf16_to_f32(request.hidden))
@@ -89,33 +89,33 @@ def test_a_reply_in_time_counts_however_late_it_is_looked_at(meddler, client):
         while not is_in_time:
             answered = meddler.num_passed["host"] + REPLY_BYTES
             begin_s = time.monotonic()
-            pending = fan_out.start(request)
+            pending = fan_out.send(request)
             wait_until(lambda end=answered: meddler.num_passed["host"] > end)
             is_in_time = time.monotonic() < begin_s + deadline_s - 0.1
         time.sleep(begin_s + deadline_s + 0.3 - time.monotonic())
-        np.testing.assert_array_equal(pending.result(), bf16_to_f32(request.hidden))
+        np.testing.assert_array_equal(pending.wait().total, bf16_to_f32(request.hidden))
 
 
 @pytest.mark.parametrize("client", BOTH_CLIENTS)
 def test_a_call_before_there_is_a_connection_may_be_looked_at_late(meddler, client):
     with calling(client, [meddler.endpoint]) as fan_out:
-        pending = fan_out.start(make_request())
+        pending = fan_out.send(make_request())
         time.sleep(0.5)
-        pending.result()
+        pending.wait()
 
 
 @pytest.mark.parametrize("client", [NATIVE])
 def test_requests_in_flight_survive_a_broken_connection(meddler, client):
     with calling(client, [meddler.endpoint] * 2) as fan_out:
-        fan_out.start(make_request()).result()
+        fan_out.send(make_request()).wait()
         meddler.passes_to_host.clear()
         requests = [make_request(seed=seed) for seed in range(2)]
-        pendings = [fan_out.start(request) for request in requests]
+        pendings = [fan_out.send(request) for request in requests]
         meddler.cut()
         meddler.resume()
         for request, pending in zip(requests, pendings, strict=True):
             x = bf16_to_f32(request.hidden)
-            np.testing.assert_array_equal(pending.result(), x + x)
+            np.testing.assert_array_equal(pending.wait().total, x + x)
 
 
 @pytest.mark.parametrize("client", [NATIVE])
@@ -123,7 +123,7 @@ def test_a_connection_that_breaks_again_and_again_is_unavailable(meddler, client
     meddler.to_host = lambda chunk, before: meddler.cut() or b""
     with calling(client, [meddler.endpoint]) as fan_out:
         with pytest.raises(DuckUnavailable, match=f"duck {meddler.endpoint} .*closed"):
-            fan_out.start(make_request()).result()
+            fan_out.send(make_request()).wait()
         assert meddler.num_connections == 3
         meddler.to_host = lambda chunk, before: chunk
         check_echo(fan_out, make_request())
@@ -152,9 +152,9 @@ def test_a_message_that_is_damaged_once_is_sent_again(meddler, client, direction
 def test_a_wire_that_damages_everything_is_a_named_error(meddler, client, direction):
     setattr(meddler, direction, flip(5000, times=99))
     with calling(client, [meddler.endpoint]) as fan_out:
-        pending = fan_out.start(make_request(1, hidden_size=7168))
+        pending = fan_out.send(make_request(1, hidden_size=7168))
         with pytest.raises(DuckProtocolError, match="checksum|damaged"):
-            pending.result()
+            pending.wait()
 
 
 @pytest.mark.parametrize("client", [NATIVE])
@@ -166,7 +166,7 @@ def test_one_damaged_byte_anywhere_never_gives_a_wrong_sum(meddler, client, dire
         setattr(meddler, direction, flip(position))
         with calling(client, [meddler.endpoint], deadline_s=0.5) as fan_out:
             try:
-                got = fan_out.start(request).result()
+                got = fan_out.send(request).wait().total
             except (DuckTransportError, DuckShapeError):
                 continue
             np.testing.assert_array_equal(got, bf16_to_f32(request.hidden))
@@ -180,9 +180,9 @@ def test_a_duck_that_takes_no_bytes_is_a_timeout_and_gets_a_new_connection(
         check_echo_in_the_end(fan_out, make_request())
         before = meddler.num_connections
         meddler.hold()
-        stuck = fan_out.start(make_request(2100, hidden_size=7168))
+        stuck = fan_out.send(make_request(2100, hidden_size=7168))
         with pytest.raises(DuckTimeout):
-            stuck.result()
+            stuck.wait()
         del stuck
         meddler.resume()
         check_echo_in_the_end(fan_out, make_request())
@@ -235,11 +235,11 @@ def test_a_duck_that_is_killed_in_mid_call_is_unavailable_at_once(client, server
             os.kill(process.pid, signal.SIGSTOP)
             # It may run on for a moment, and a moment is enough to answer.
             os.waitpid(process.pid, os.WUNTRACED)
-            pending = fan_out.start(make_request())
+            pending = fan_out.send(make_request())
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
             with pytest.raises(DuckUnavailable, match=f"duck {endpoint}"):
-                pending.result()
+                pending.wait()
     finally:
         process.kill()
         process.wait()
@@ -269,9 +269,9 @@ def test_two_threads_share_a_fan_out(meddler, client):
 @pytest.mark.parametrize("client", [NATIVE])
 def test_a_request_beyond_the_number_in_flight_is_refused(client):
     with serving("native") as server, calling(client, [server.endpoint]) as fan_out:
-        pendings = [fan_out.start(make_request()) for _ in range(64)]
+        pendings = [fan_out.send(make_request()) for _ in range(64)]
         with pytest.raises(DuckProtocolError, match="at most 64 requests"):
-            fan_out.start(make_request())
+            fan_out.send(make_request())
         del pendings
         check_echo(fan_out, make_request())
 
@@ -280,9 +280,9 @@ def test_a_request_beyond_the_number_in_flight_is_refused(client):
 def test_closing_the_client_fails_what_is_in_flight(meddler, client):
     meddler.passes_to_host.clear()
     with calling(client, [meddler.endpoint]) as fan_out:
-        pending = fan_out.start(make_request())
+        pending = fan_out.send(make_request())
         fan_out.close()
         with pytest.raises(DuckUnavailable, match="the client was closed"):
-            pending.result()
+            pending.wait()
         with pytest.raises(DuckUnavailable, match="the client was closed"):
-            fan_out.start(make_request()).result()
+            fan_out.send(make_request()).wait()

@@ -35,7 +35,7 @@ def test_random_bytes_of_every_size_come_back(server, client, reply_dtype):
     with calling(client, [server.endpoint], reply_dtype=reply_dtype) as fan_out:
         for size in SIZES:
             request = _request(1, size, seed=size)
-            (reply,) = fan_out.start(request).replies()
+            (reply,) = fan_out.send(request).replies()
             expected = echo(request, reply_dtype)
             assert reply.partial.dtype == expected.dtype
             assert reply.partial.tobytes() == expected.tobytes()
@@ -45,14 +45,14 @@ def test_random_bytes_of_every_size_come_back(server, client, reply_dtype):
 def test_30_mb_come_back(server, client):
     request = _request(2100, 7168)
     with calling(client, [server.endpoint]) as fan_out:
-        (reply,) = fan_out.start(request).replies()
+        (reply,) = fan_out.send(request).replies()
     assert reply.partial.tobytes() == request.hidden.tobytes()
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_request_without_rows_gets_a_sum_without_rows(server, client):
     with calling(client, [server.endpoint] * 2) as fan_out:
-        total = fan_out.start(_request(0, 32)).result()
+        total = fan_out.send(_request(0, 32)).wait().total
     assert total.shape == (0, 32)
 
 
@@ -60,17 +60,17 @@ def test_a_request_without_rows_gets_a_sum_without_rows(server, client):
 def test_many_requests_in_flight_find_their_own_replies(server, client):
     requests = [make_request(1 + seed % 3, seed=seed) for seed in range(20)]
     with calling(client, [server.endpoint] * 2) as fan_out:
-        pendings = [fan_out.start(request) for request in requests]
+        pendings = [fan_out.send(request) for request in requests]
         for request, pending in reversed(list(zip(requests, pendings, strict=True))):
             x = bf16_to_f32(request.hidden)
-            np.testing.assert_array_equal(pending.result(), x + x)
+            np.testing.assert_array_equal(pending.wait().total, x + x)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_large_and_a_small_request_in_flight_at_once(server, client):
     large, small = _request(2100, 7168), _request(1, 32)
     with calling(client, [server.endpoint]) as fan_out:
-        pendings = [fan_out.start(request) for request in (large, small)]
+        pendings = [fan_out.send(request) for request in (large, small)]
         for request, pending in reversed(
             list(zip((large, small), pendings, strict=True))
         ):
@@ -86,7 +86,7 @@ def test_a_fleet_of_both_servers_is_summed(client):
         serving(_any_server()) as second,
         calling(client, [first.endpoint, second.endpoint] * 2) as fan_out,
     ):
-        total = fan_out.start(request).result()
+        total = fan_out.send(request).wait().total
     x = bf16_to_f32(request.hidden)
     np.testing.assert_array_equal(total, ((x + x) + x) + x)
 

@@ -84,10 +84,10 @@ def test_connections_that_a_server_ends_for_their_age_are_replaced(
         while not stop.is_set():
             seed += 1
             requests = [make_request(seed=2 * seed + i) for i in range(2)]
-            pendings = [fan_out.start(request) for request in requests]
+            pendings = [fan_out.send(request) for request in requests]
             for request, pending in zip(requests, pendings, strict=True):
                 np.testing.assert_array_equal(
-                    pending.result(), bf16_to_f32(request.hidden)
+                    pending.wait().total, bf16_to_f32(request.hidden)
                 )
 
 
@@ -112,18 +112,18 @@ def test_the_status_that_ends_a_stream_is_named_with_its_text(
         context.abort(code, "because: 100% of é")
 
     with calling(client, [stock_server(abort)]) as fan_out:
-        pending = fan_out.start(make_request())
+        pending = fan_out.send(make_request())
         with pytest.raises(error, match=f"{match}.*{code.name}: because: 100% of é"):
-            pending.result()
+            pending.wait()
 
 
 @pytest.mark.parametrize("client", [NATIVE])
 def test_compressed_replies_are_refused_by_name(stock_server, client):
     endpoint = stock_server(_echo_all, compression=grpc.Compression.Gzip)
     with calling(client, [endpoint]) as fan_out:
-        pending = fan_out.start(make_request(64, hidden_size=512))
+        pending = fan_out.send(make_request(64, hidden_size=512))
         with pytest.raises(DuckProtocolError, match="compress"):
-            pending.result()
+            pending.wait()
 
 
 @pytest.mark.parametrize("client", BOTH_CLIENTS)
@@ -152,7 +152,7 @@ def test_a_reply_of_another_form_is_a_protocol_error(stock_server, client, chang
     with calling(client, [stock_server(changed)]) as fan_out:
         match = rf"expected a partial sum of shape \[3, 32\] in 192 bytes, got {got}"
         with pytest.raises(DuckProtocolError, match=match):
-            fan_out.start(make_request()).result()
+            fan_out.send(make_request()).wait()
 
 
 @pytest.mark.parametrize("client", [NATIVE])
@@ -166,7 +166,7 @@ def test_a_reply_larger_than_any_that_is_owed_is_refused_before_it_is_read(
     with calling(client, [stock_server(flood)]) as fan_out:
         match = "expected a reply of at most .* bytes, got one of 200000000"
         with pytest.raises(DuckProtocolError, match=match):
-            fan_out.start(make_request()).result()
+            fan_out.send(make_request()).wait()
 
 
 @pytest.mark.parametrize("client", [NATIVE])

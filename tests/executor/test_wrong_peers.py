@@ -62,5 +62,5 @@ def test_a_peer_that_answers_garbage_is_a_protocol_error(connect):
     with pytest.raises(DuckProtocolError, match="expected a duck.v1.DescribeReply"):
         duck.describe()
     with pytest.raises(DuckProtocolError, match="expected a duck.v1.ForwardReply"):
-        duck.start(make_request()).result()
+        duck.send(make_request()).wait()
     server.stop(0)

@@ -7,6 +7,7 @@ import torch
 from tests.models.conftest import make_batch
 from tests.models.test_attention import make_config, make_pair
 from vllm_duck.errors import DuckShapeError
+from vllm_duck.executor.duck import CallTimes, MoeSum
 from vllm_duck.models.cpu.linear import Mlp
 from vllm_duck.models.cpu.moe import PendingMoe, RemoteMoe, Router
 from vllm_duck.models.cpu.step import CpuStep
@@ -116,8 +117,8 @@ class _Answer:
     def is_done(self):
         return True
 
-    def result(self):
-        return self.total
+    def wait(self):
+        return MoeSum(self.total, CallTimes(0, 0, 0, 0))
 
 
 def test_a_sum_of_other_rows_is_not_added():

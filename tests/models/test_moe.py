@@ -9,7 +9,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 
 from tests.models import torch_host
 from tests.models.test_attention import make_config
-from vllm_duck.executor.duck import CallTimes
+from vllm_duck.executor.duck import CallTimes, MoeSum
 from vllm_duck.models.cpu.moe import RemoteMoe, Router
 from vllm_duck.models.cpu.threads import from_bits
 from vllm_duck.models.dimensions import Dimensions
@@ -75,18 +75,16 @@ def test_of_equal_experts_the_lower_ids_win(num_groups):
 
 
 class _RecordingDucks:
-    def start(self, request):
+    def send(self, request):
         self.request = request
         return self
 
     def is_done(self):
         return True
 
-    def result(self):
-        return np.full(self.request.hidden.shape, 2.0, dtype=np.float32)
-
-    def times(self):
-        return CallTimes(0, 90, 60, 30)
+    def wait(self):
+        total = np.full(self.request.hidden.shape, 2.0, dtype=np.float32)
+        return MoeSum(total, CallTimes(0, 90, 60, 30))
 
 
 def test_proxy_sends_the_bits_and_adds_the_shared_expert():

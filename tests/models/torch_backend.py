@@ -177,7 +177,7 @@ class Pending:
     def is_sent(self) -> bool:
         self.num_polls += 1
         if self.request is not None and self.sum is None and self.num_polls > 1:
-            self.sum = self.ducks.start(self.request)
+            self.sum = self.ducks.send(self.request)
         return self.request is None or self.sum is not None
 
     def is_done(self) -> bool:
@@ -188,8 +188,8 @@ class Pending:
             pass
         if self.sum is None:
             return LayerOutput(self.rows, None)
-        routed = torch.from_numpy(self.sum.result())
-        return LayerOutput(self.rows + routed, self.sum.times())
+        routed, times = self.sum.wait()
+        return LayerOutput(self.rows + torch.from_numpy(routed), times)
 
 
 class TorchBackend:

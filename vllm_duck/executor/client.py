@@ -5,7 +5,7 @@ Invariants, pinned by tests:
 - no request is sent before the stream has said that the duck that was described is
   behind it;
 - when the stream ends, every request in flight fails at once, with one reason, and
-  so does every later start();
+  so does every later send();
 - a request that misses its deadline fails alone; the stream goes on.
 """
 
@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from queue import SimpleQueue
-from typing import Literal
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -35,10 +34,9 @@ from vllm_duck.executor.codec import (
 from vllm_duck.executor.cpus import allowed_cpus, run_on_cpus
 from vllm_duck.executor.duck import (
     DuckInfo,
-    EncodedRequest,
     MoeReply,
     MoeRequest,
-    PendingReply,
+    Partial,
     ReplyDtype,
 )
 from vllm_duck.executor.grpc_errors import (
@@ -155,30 +153,27 @@ class GrpcDuck:
             raise error_of_rpc(self._name, error) from error
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
-    def start(self, request: MoeRequest) -> PendingReply:
-        return self.start_encoded(
-            encode_request(
-                request,
-                request_id=next(self._request_ids),
-                reply_dtype=self._reply_dtype,
-            )
-        )
-
-    def start_encoded(self, encoded: EncodedRequest) -> PendingReply:
-        """Send a request that is already bytes; its id must not be in flight here.
+    def send(self, request: MoeRequest) -> "_Pending":
+        """Send a request and return at once.
 
         Raises:
             DuckTransportError: the stream has ended; the reason why it did.
         """
-        pending = _Pending(self._name, self._deadline_s, encoded)
+        request_id = next(self._request_ids)
+        message = encode_request(
+            request, request_id=request_id, reply_dtype=self._reply_dtype
+        )
+        pending = _Pending(
+            self._name, self._deadline_s, request.hidden.shape, self._reply_dtype
+        )
         with self._lock:
             if self._end_reason is not None:
                 raise _renewed(self._end_reason)
             if not self._is_stream_open:
                 run_on_cpus(self._open_stream, self._io_cpus)
                 self._is_stream_open = True
-            self._pending[encoded.request_id] = pending
-        self._outbox.put(encoded.message)
+            self._pending[request_id] = pending
+        self._outbox.put(message)
         return pending
 
     def close(self) -> None:
@@ -215,10 +210,10 @@ class GrpcDuck:
 
     def _open_stream(self) -> None:
         self._channel = self._open_channel()
-        # Bytes in, bytes out: one encoding serves all ducks, and gRPC copies nothing.
-        arrivals = self._channel.stream_stream(
-            FORWARD_METHOD, response_deserializer=self._arrive
-        )(self._messages(), metadata=self._metadata())
+        # Bytes in, bytes out: both transports have one codec.
+        arrivals = self._channel.stream_stream(FORWARD_METHOD)(
+            self._messages(), metadata=self._metadata()
+        )
         threading.Thread(
             target=self._read_replies,
             args=(arrivals,),
@@ -240,7 +235,7 @@ class GrpcDuck:
         return "" if got == self._identity else mismatch(self._identity, got)
 
     def _read_replies(self, arrivals: grpc.Call) -> None:
-        """Have gRPC read on until the stream ends; runs in its own thread.
+        """Read until the stream ends; runs in its own thread.
 
         A thread and not the caller, so that a reply is ready when the caller comes
         back from the other lane, with its true round trip, and a dead duck is noticed
@@ -251,9 +246,8 @@ class GrpcDuck:
         # that is why it sent no identity.
         self._proof.put(not imposture)
         try:
-            for problem in arrivals:
-                if isinstance(problem, DuckProtocolError):
-                    raise problem
+            for message in arrivals:
+                self._deliver(decode_reply(message), time.perf_counter_ns())
             reason: DuckError = DuckUnavailable(
                 f"duck {self._name} ended the stream; it is shutting down"
             )
@@ -266,20 +260,6 @@ class GrpcDuck:
             arrivals.cancel()
         self._end(reason)
 
-    def _arrive(self, message: bytes) -> DuckProtocolError | Literal["delivered"]:
-        """Hand a reply to the one who waits for it, or say what is wrong with it.
-
-        gRPC calls it as a deserializer, in its own thread and at once; from the thread
-        that reads on, the reply would come 100 us later.
-        """
-        arrival_ns = time.perf_counter_ns()
-        try:
-            reply = decode_reply(message)
-        except DuckProtocolError as error:
-            return error
-        self._deliver(reply, arrival_ns)
-        return "delivered"
-
     def _deliver(self, reply: DecodedReply, arrival_ns: int) -> None:
         with self._lock:
             pending = self._pending.pop(reply.request_id, None)
@@ -288,18 +268,13 @@ class GrpcDuck:
         if reply.partial is None:
             pending.finish(error_of_reply(self._name, reply.status, reply.error))
             return
-        partial = reply.partial
-        if (partial.shape, partial.nbytes) != (pending.shape, pending.num_bytes):
-            problem = (
-                f"expected a partial sum of shape {list(pending.shape)} in "
-                f"{pending.num_bytes} bytes, got {list(partial.shape)} in "
-                f"{partial.nbytes}"
-            )
+        problem = pending.misfit(reply.partial)
+        if problem:
             pending.finish(DuckProtocolError(f"duck {self._name}: {problem}"))
             return
         pending.finish(
             MoeReply(
-                partial=partial,
+                partial=reply.partial,
                 queue_us=reply.queue_us,
                 compute_us=reply.compute_us,
                 rtt_us=(arrival_ns - pending.start_ns) // 1000,
@@ -323,53 +298,49 @@ class GrpcDuck:
 class _Pending:
     """One request in flight."""
 
-    __slots__ = (
-        "_deadline_s",
-        "_done",
-        "_name",
-        "_outcome",
-        "num_bytes",
-        "shape",
-        "start_ns",
-    )
-
-    def __init__(self, name: str, deadline_s: float, encoded: EncodedRequest) -> None:
+    def __init__(
+        self,
+        name: str,
+        deadline_s: float,
+        shape: tuple[int, ...],
+        reply_dtype: ReplyDtype,
+    ) -> None:
         self._name = name
-        self.shape = encoded.shape
-        dtype = NUMPY_DTYPE[encoded.reply_dtype]
-        self.num_bytes = math.prod(encoded.shape) * dtype.itemsize
         self._deadline_s = deadline_s
+        self._shape = shape
+        self._num_bytes = math.prod(shape) * NUMPY_DTYPE[reply_dtype].itemsize
         self._outcome: MoeReply | DuckError | None = None
-        # Held until the outcome is there. A bare lock because it wakes its one waiter
-        # in 5 us less than an Event.
-        self._done = threading.Lock()
-        self._done.acquire()
+        self._done = threading.Event()
         self.start_ns = time.perf_counter_ns()
 
     def is_done(self) -> bool:
-        return self._outcome is not None
+        return self._done.is_set()
 
-    def result(self) -> MoeReply:
-        if self._outcome is None:
-            passed_s = (time.perf_counter_ns() - self.start_ns) / 1e9
-            if self._done.acquire(timeout=max(0.0, self._deadline_s - passed_s)):
-                # For another call of result().
-                self._done.release()
-            elif self._outcome is None:
-                raise DuckTimeout(
-                    f"duck {self._name} did not answer within deadline_s="
-                    f"{self._deadline_s}; raise deadline_s if it is only slow"
-                )
-        outcome = self._outcome
-        if isinstance(outcome, MoeReply):
-            return outcome
-        assert outcome is not None
-        raise _renewed(outcome)
+    def wait(self) -> MoeReply:
+        passed_s = (time.perf_counter_ns() - self.start_ns) / 1e9
+        if not self._done.wait(max(0.0, self._deadline_s - passed_s)):
+            raise DuckTimeout(
+                f"duck {self._name} did not answer within deadline_s="
+                f"{self._deadline_s}; raise deadline_s if it is only slow"
+            )
+        if isinstance(self._outcome, MoeReply):
+            return self._outcome
+        assert self._outcome is not None
+        raise _renewed(self._outcome)
+
+    def misfit(self, partial: Partial) -> str:
+        """What is wrong with the shape or dtype of a partial sum, if anything is."""
+        if (partial.shape, partial.nbytes) == (self._shape, self._num_bytes):
+            return ""
+        return (
+            f"expected a partial sum of shape {list(self._shape)} in "
+            f"{self._num_bytes} bytes, got {list(partial.shape)} in {partial.nbytes}"
+        )
 
     def finish(self, outcome: MoeReply | DuckError) -> None:
         """Set the outcome; called once."""
         self._outcome = outcome
-        self._done.release()
+        self._done.set()
 
 
 def _renewed(error: DuckError) -> DuckError:

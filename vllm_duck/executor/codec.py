@@ -26,7 +26,6 @@ from vllm_duck.executor.duck import (
     BF16,
     F32,
     DuckInfo,
-    EncodedRequest,
     MoeRequest,
     Partial,
     ReplyDtype,
@@ -94,10 +93,10 @@ class DecodedReply(NamedTuple):
 
 def encode_request(
     request: MoeRequest, *, request_id: int, reply_dtype: ReplyDtype
-) -> EncodedRequest:
-    """Write a request as bytes, copying each tensor once."""
+) -> bytes:
+    """Write a request, copying each tensor once."""
     num_rows, hidden_size = request.hidden.shape
-    message = _kernel.encode_request(
+    return _kernel.encode_request(
         request_id,
         request.layer_idx,
         num_rows,
@@ -108,7 +107,6 @@ def encode_request(
         request.topk_ids,
         request.topk_weights,
     )
-    return EncodedRequest(request_id, message, (num_rows, hidden_size), reply_dtype)
 
 
 def decode_request(message: bytes) -> DecodedRequest:

@@ -6,7 +6,7 @@ is a `uint16` array that holds its bits.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -154,7 +154,7 @@ class MoeReply(NamedTuple):
 
     partial  [T, H]  bf16 bits (uint16) or float32, as the client asked; read-only
     Times are whole microseconds: on the duck waiting for the kernel, and in it; on the
-    host from start() to the arrival of the reply.
+    host from send() to the arrival of the reply.
     """
 
     partial: Partial
@@ -174,14 +174,12 @@ class CallTimes(NamedTuple):
     link_us: int
 
 
-class EncodedRequest(NamedTuple):
-    """A MoeRequest as bytes, so that one encoding serves every duck of a fleet."""
+class MoeSum(NamedTuple):
+    """The ducks' partial sums of one request, added up in duck order."""
 
-    request_id: int
-    message: bytes
-    # Of the partial sum that it asks for.
-    shape: tuple[int, int]
-    reply_dtype: ReplyDtype
+    # [T, H] float32, fresh and writable.
+    total: npt.NDArray[np.float32]
+    times: CallTimes
 
 
 # Computes one shard's partial sum [T, H] of a request, in the dtype that is asked for:
@@ -189,18 +187,21 @@ class EncodedRequest(NamedTuple):
 MoeFunction: TypeAlias = Callable[[MoeRequest, ReplyDtype], Partial]
 
 
-class PendingReply(Protocol):
-    """A call in flight."""
+T_co = TypeVar("T_co", covariant=True)
+
+
+class InFlight(Protocol[T_co]):
+    """Something that was sent, and whose answer is still to come."""
 
     def is_done(self) -> bool:
-        """Whether result() would return or raise at once."""
+        """Whether wait() would return or raise at once."""
         ...
 
-    def result(self) -> MoeReply:
-        """Wait for the reply.
+    def wait(self) -> T_co:
+        """Wait for the answer.
 
         Raises:
-            DuckTransportError: the duck went away, is late, or refused the call.
+            DuckTransportError: a duck went away, is late, or refused the call.
         """
         ...
 
@@ -215,50 +216,53 @@ class Duck(Protocol):
 
     def describe(self) -> DuckInfo: ...
 
-    def start(self, request: MoeRequest) -> PendingReply:
+    def send(self, request: MoeRequest) -> InFlight[MoeReply]:
         """Send a request and return at once; several may be in flight."""
         ...
 
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class WireDuck(Duck, Protocol):
-    """A duck behind a wire: takes a request that is already encoded."""
-
-    def start_encoded(self, encoded: EncodedRequest) -> PendingReply: ...
-
-
-class PendingSum(Protocol):
-    """One request in flight at all ducks."""
-
-    def is_done(self) -> bool:
-        """Whether result() would return or raise at once."""
-        ...
-
-    def result(self) -> npt.NDArray[np.float32]:
-        """Wait for all ducks; the sum of their partials [T, H], fresh and writable.
-
-        Raises:
-            DuckTransportError: a duck failed.
-        """
-        ...
-
-    def times(self) -> CallTimes:
-        """Wait for all ducks; how long they took."""
-        ...
-
-
 class Ducks(Protocol):
     """All ducks as one executor."""
 
-    def start(self, request: MoeRequest) -> PendingSum:
+    def send(self, request: MoeRequest) -> InFlight[MoeSum]:
         """Send one request to all ducks and return at once; several may be in flight.
 
         Raises:
             DuckTransportError: a duck is gone.
         """
         ...
+
+
+@dataclass(frozen=True)
+class DuckStatistics:
+    """How one duck did: medians over its latest calls, microseconds."""
+
+    name: str
+    num_calls: int
+    rtt_us: float
+    compute_us: float
+    queue_us: float
+
+    @classmethod
+    def of(
+        cls, name: str, num_calls: int, latest: npt.NDArray[np.uint32]
+    ) -> "DuckStatistics":
+        """latest: the latest calls [N, 3], rtt_us, compute_us, queue_us."""
+        medians = np.median(latest, axis=0) if len(latest) else np.zeros(3)
+        rtt_us, compute_us, queue_us = (float(median) for median in medians)
+        return cls(name, num_calls, rtt_us, compute_us, queue_us)
+
+
+class FanOut(Ducks, Protocol):
+    """How a fleet calls its ducks: in Python, or by the native stream."""
+
+    def statistics(self) -> list[DuckStatistics]:
+        """How each duck did, in duck order."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def _check_array(name: str, array: np.ndarray, dtype: np.dtype) -> None:

@@ -14,16 +14,15 @@ from vllm_duck.executor.duck import (
     REQUANTIZED_FORMATS,
     Duck,
     DuckInfo,
-    ModelSummary,
-    MoeRequest,
-    ReplyDtype,
-)
-from vllm_duck.executor.fan_out import (
     DuckStatistics,
     FanOut,
-    PendingSum,
-    PythonFanOut,
+    InFlight,
+    ModelSummary,
+    MoeRequest,
+    MoeSum,
+    ReplyDtype,
 )
+from vllm_duck.executor.fan_out import PythonFanOut
 from vllm_duck.executor.identity import identity_of
 from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.executor.shards import check_tiling
@@ -50,7 +49,7 @@ class Fleet:
         if not ducks:
             raise DuckConfigError("a fleet needs at least one duck; set duck.endpoints")
         self._ducks = tuple(ducks)
-        self._fan_out = fan_out or PythonFanOut(ducks, reply_dtype=reply_dtype)
+        self._fan_out = fan_out or PythonFanOut(ducks)
         self.transport = transport
 
     @classmethod
@@ -155,13 +154,13 @@ class Fleet:
         )
         return infos
 
-    def start(self, request: MoeRequest) -> PendingSum:
+    def send(self, request: MoeRequest) -> InFlight[MoeSum]:
         """Send one request to all ducks and return at once; several may be in flight.
 
         Raises:
             DuckTransportError: a duck is gone.
         """
-        return self._fan_out.start(request)
+        return self._fan_out.send(request)
 
     def statistics(self) -> list[DuckStatistics]:
         return self._fan_out.statistics()

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from queue import SimpleQueue
+from queue import Queue
 
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.executor.codec import (
@@ -27,14 +27,13 @@ from vllm_duck.executor.duck import MoeFunction, Partial
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 64
-_FULL_POLL_S = 0.001
 
 # Ends the replies: the host has closed its side, or the duck drains.
 _END = None
 
 
-class Kernel:
-    """The one kernel of a duck: computes for all streams, one request at a time.
+class OneAtATime:
+    """The kernel of a duck: computes for all streams, one request at a time.
 
     The kernel uses all of the duck's threads, so two requests at once would only
     make both late.
@@ -79,10 +78,10 @@ class ForwardStream:
             on.
     """
 
-    def __init__(self, messages: Iterator[bytes], kernel: Kernel) -> None:
+    def __init__(self, messages: Iterator[bytes], kernel: OneAtATime) -> None:
         self._messages = messages
         self._kernel = kernel
-        self._arrivals: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
+        self._arrivals: Queue[tuple[bytes, int] | None] = Queue(MAX_QUEUED_REQUESTS)
 
     def drain(self) -> None:
         """Answer what has arrived, then end."""
@@ -105,10 +104,6 @@ class ForwardStream:
         try:
             for message in self._messages:
                 self._arrivals.put((message, time.perf_counter_ns()))
-                # A poll, since hosts keep two requests in flight and never get here; a
-                # semaphore would cost every request two lock operations.
-                while self._arrivals.qsize() >= MAX_QUEUED_REQUESTS:
-                    time.sleep(_FULL_POLL_S)
         except Exception as error:
             # The transport raises a bare Exception when the host goes away.
             logger.debug("stream ended: %r", error)

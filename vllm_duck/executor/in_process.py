@@ -5,16 +5,16 @@ import time
 from vllm_duck.errors import DuckUnavailable
 from vllm_duck.executor.duck import (
     DuckInfo,
+    InFlight,
     MoeFunction,
     MoeReply,
     MoeRequest,
-    PendingReply,
     ReplyDtype,
 )
 
 
 class InProcessDuck:
-    """Computes in start(); its reply is ready at once."""
+    """Computes in send(); its reply is ready at once."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class InProcessDuck:
     def describe(self) -> DuckInfo:
         return self._info
 
-    def start(self, request: MoeRequest) -> PendingReply:
+    def send(self, request: MoeRequest) -> InFlight[MoeReply]:
         if self._is_closed:
             raise DuckUnavailable(f"duck {self._name}: the client was closed")
         start_ns = time.perf_counter_ns()
@@ -63,5 +63,5 @@ class _Ready:
     def is_done(self) -> bool:
         return True
 
-    def result(self) -> MoeReply:
+    def wait(self) -> MoeReply:
         return self._reply

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_duck.endpoints import check_endpoint
 from vllm_duck.errors import (
@@ -20,8 +19,14 @@ from vllm_duck.errors import (
 )
 from vllm_duck.executor import _stream
 from vllm_duck.executor.codec import NUMPY_DTYPE, ReplyStatus
-from vllm_duck.executor.duck import CallTimes, MoeReply, MoeRequest, ReplyDtype
-from vllm_duck.executor.fan_out import DuckStatistics, summary
+from vllm_duck.executor.duck import (
+    CallTimes,
+    DuckStatistics,
+    MoeReply,
+    MoeRequest,
+    MoeSum,
+    ReplyDtype,
+)
 from vllm_duck.executor.grpc_errors import error_of_reply, error_of_status
 from vllm_duck.executor.identity import mismatch
 from vllm_duck.executor.security import ClientSecurity
@@ -66,7 +71,7 @@ class NativeFanOut:
             reply_dtype == "fp32",
         )
 
-    def start(self, request: MoeRequest) -> "NativePendingSum":
+    def send(self, request: MoeRequest) -> "_PendingSum":
         """Send one request to all ducks and return at once; several may be in flight.
 
         Raises:
@@ -95,12 +100,14 @@ class NativeFanOut:
             raise DuckProtocolError(
                 "at most 64 requests may be in flight; ask for results first"
             )
-        return NativePendingSum(self, ticket, (num_rows, hidden_size))
+        return _PendingSum(self, ticket, (num_rows, hidden_size))
 
     def statistics(self) -> list[DuckStatistics]:
         """How each duck did, in duck order."""
         return [
-            summary(name, num_calls, np.frombuffer(latest, np.uint32).reshape(-1, 3))
+            DuckStatistics.of(
+                name, num_calls, np.frombuffer(latest, np.uint32).reshape(-1, 3)
+            )
             for name, (num_calls, latest) in zip(
                 self._names, _stream.client_statistics(self._client), strict=True
             )
@@ -138,10 +145,10 @@ class NativeFanOut:
         return DuckProtocolError(f"duck {name}: {text}")
 
 
-class NativePendingSum:
+class _PendingSum:
     """One request in flight at all ducks."""
 
-    __slots__ = ("_fan_out", "_is_over", "_sent_ns", "_shape", "_ticket")
+    __slots__ = ("_fan_out", "_sent_ns", "_shape", "_ticket")
 
     def __init__(
         self, fan_out: NativeFanOut, ticket: object, shape: tuple[int, int]
@@ -149,40 +156,23 @@ class NativePendingSum:
         self._fan_out = fan_out
         self._ticket = ticket
         self._shape = shape
-        self._is_over = False
         self._sent_ns = time.perf_counter_ns()
 
     def is_done(self) -> bool:
-        """Whether result() would return or raise at once."""
         return _stream.ticket_is_done(self._ticket)
 
-    def replies(self) -> list[MoeReply]:
-        """Wait for all ducks; their replies in duck order.
-
-        Raises:
-            DuckTransportError: the first duck that failed.
-        """
-        self._wait(None)
-        return self._fan_out.replies(self._ticket, self._shape)
-
-    def times(self) -> CallTimes:
-        """Wait for all ducks; how long they took until this host looked."""
-        if not self._is_over:
-            self._wait(None)
-        return CallTimes(self._sent_ns, *_stream.ticket_times(self._ticket))
-
-    def result(self) -> npt.NDArray[np.float32]:
-        """Wait for all ducks; the sum of their partials [T, H], fresh and writable.
-
-        Raises:
-            DuckTransportError: the first duck that failed.
-        """
+    def wait(self) -> MoeSum:
+        """The sum, and how long the ducks took until this host looked."""
         total = np.empty(self._shape, np.float32)
-        self._wait(total)
-        return total
-
-    def _wait(self, total: npt.NDArray[np.float32] | None) -> None:
         failure = _stream.ticket_wait(self._ticket, total)
         if failure is not None:
             raise self._fan_out.error(*failure)
-        self._is_over = True
+        times_us = _stream.ticket_times(self._ticket)
+        return MoeSum(total, CallTimes(self._sent_ns, *times_us))
+
+    def replies(self) -> list[MoeReply]:
+        """wait() for the partial sum of each duck instead, in duck order."""
+        failure = _stream.ticket_wait(self._ticket, None)
+        if failure is not None:
+            raise self._fan_out.error(*failure)
+        return self._fan_out.replies(self._ticket, self._shape)

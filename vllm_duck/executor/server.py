@@ -19,7 +19,7 @@ from vllm_duck.errors import DuckConfigError, DuckProtocolError
 from vllm_duck.executor.addresses import local_addresses, unix_target
 from vllm_duck.executor.codec import ChecksumError, encode_info
 from vllm_duck.executor.duck import DuckInfo, MoeFunction
-from vllm_duck.executor.forward_stream import ForwardStream, Kernel
+from vllm_duck.executor.forward_stream import ForwardStream, OneAtATime
 from vllm_duck.executor.identity import identity_of
 from vllm_duck.executor.process import resident_bytes
 from vllm_duck.executor.security import ServerSecurity
@@ -61,7 +61,7 @@ class DuckServer:
         security = security or ServerSecurity()
         security.check_listen(listen)
         self._info = info
-        self._kernel = Kernel(function)
+        self._kernel = OneAtATime(function)
         self._streams: set[ForwardStream] = set()
         self._streams_lock = threading.Lock()
         self._is_stopping = False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_duck.errors import DuckShapeError
-from vllm_duck.executor.duck import Ducks, MoeRequest, PendingSum
+from vllm_duck.executor.duck import Ducks, InFlight, MoeRequest, MoeSum
 from vllm_duck.models.backend import LayerOutput
 from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.linear import Floats, Mlp, weight_parameter
@@ -75,7 +75,7 @@ class PendingMoe:
 
     residual: Bits
     shared: Floats
-    routed: PendingSum
+    routed: InFlight[MoeSum]
 
     def is_sent(self) -> bool:
         return True
@@ -89,7 +89,8 @@ class PendingMoe:
         Raises:
             DuckShapeError: the residual or the ducks' sum has other rows.
         """
-        routed = np.ascontiguousarray(self.routed.result(), np.float32)
+        total, times = self.routed.wait()
+        routed = np.ascontiguousarray(total, np.float32)
         require_bits("residual", self.residual, self.shared.shape[1])
         if not self.residual.shape == self.shared.shape == routed.shape:
             raise DuckShapeError(
@@ -98,7 +99,7 @@ class PendingMoe:
             )
         out = np.empty_like(self.residual)
         _host.add(current(), out.size, self.residual, self.shared, routed, out)
-        return LayerOutput(out, self.routed.times())
+        return LayerOutput(out, times)
 
 
 class RemoteMoe(nn.Module):
@@ -117,7 +118,7 @@ class RemoteMoe(nn.Module):
     def stage0(self, hidden: Bits, residual: Bits) -> PendingMoe:
         """Send hidden [T, H] bf16 bits to the ducks, then run the shared expert."""
         ids, weights = self.router(hidden)
-        routed = self.ducks.start(
+        routed = self.ducks.send(
             MoeRequest(
                 layer_idx=self.layer_idx,
                 hidden=hidden,
