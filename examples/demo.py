@@ -112,6 +112,8 @@ def start(options: argparse.Namespace) -> "LLM":
     return LLM(
         model=str(options.model),
         max_model_len=2048,
+        # One user: the caches take 130 MB, not 2 GB.
+        max_num_seqs=16,
         # The checkpoint's own MTP layer drafts; `--no-drafts` decodes without.
         speculative_config={"method": "duck_mtp1"} if options.drafts else None,
         disable_log_stats=False,

@@ -19,7 +19,7 @@ trap 'rm -rf "$work"' EXIT
 # A copy: no stale build/ gets into the wheel, and none is left behind.
 mkdir "$work/source"
 git ls-files -co --exclude-standard -- setup.py pyproject.toml MANIFEST.in README.md \
-  LICENSE CHANGELOG.md protos vllm_duck tests |
+  LICENSE CHANGELOG.md protos scripts vllm_duck tests |
   tar -c -T - --ignore-failed-read | tar -x -C "$work/source"
 
 scripts/get_nghttp2.sh 2>"$work/log"

@@ -30,7 +30,8 @@ main() {
   exec 9>"$work/lock"
   flock -n 9 || { echo "fresh: another run is using $work" >&2; exit 1; }
   make_base
-  trap 'rm -rf "$work/machine"' EXIT
+  trap 'rm -rf "$work"/machine-*' EXIT
+  trap 'exit 130' INT TERM
   for variant in $variants; do try "$variant"; done
   echo
   [ "$failed" = 0 ] && echo "fresh: PASSED in $SECONDS s:$verdict" && return
@@ -59,12 +60,13 @@ mirror() { apt-get indextargets --format '$(REPO_URI)' "Codename: $(codename)" |
 try() {
   local variant=$1 start_s=$SECONDS result=passed
   say "$variant"
-  rm -rf "$work/machine"
-  cp -a "$work/base" "$work/machine"
+  rm -rf "$work/machine-$variant"
+  cp -a "$work/base" "$work/machine-$variant"
   unshare --mount --pid --ipc --fork --kill-child --propagation private \
-    scripts/fresh_machine.sh "$work/machine" "$variant" || { result=FAILED; failed=1; }
-  # Out here none of its mounts is seen, so that only the folder goes.
-  rm -rf "$work/machine"
+    scripts/fresh_machine.sh "$work/machine-$variant" "$variant" ||
+    { result=FAILED; failed=1; }
+  # Out here none of its mounts is seen, so that only the folder goes; it takes a while.
+  rm -rf "$work/machine-$variant" &
   verdict+=" $variant $result ($((SECONDS - start_s)) s)"
 }
 

@@ -87,7 +87,7 @@ prepare_present() { apt_install libnuma1 libnghttp2-dev; }
 
 apt_install() {
   in_root apt-get update -qq
-  in_root apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+  in_root apt-get install -y -qq "$@" >/dev/null
 }
 
 make_user() {

@@ -25,6 +25,7 @@ def test_the_demo_shows_stages_answers_and_figures_and_nothing_else():
     expected = (
         "importing vLLM",
         "starting the engine",
+        "KV caches",
         "No duck endpoints given: starting 2 local ducks",
         "2 ducks are up",
         "Host read",

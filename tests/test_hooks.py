@@ -63,7 +63,6 @@ def test_a_moved_target_is_refused_by_name():
         parameters=("self", "somewhere_else"),
         why="",
         remove_when="",
-        owner=lambda: EngineArgs,
         make=lambda original: original,
     )
     with pytest.raises(DuckError, match="create_engine_config must take"):

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NEEDED = ("vllm_duck/**/*.h", "vllm_duck/**/*.cpp", "vllm_duck/**/*.py", "protos/**/*")
+NEEDED = (
+    "vllm_duck/**/*.h",
+    "vllm_duck/**/*.cpp",
+    "vllm_duck/**/*.py",
+    "protos/**/*",
+    "scripts/*.sh",
+)
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +25,7 @@ def sdist_names(tmp_path_factory):
     copy = tmp_path_factory.mktemp("source")
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for name in ("vllm_duck", "protos"):
+    for name in ("vllm_duck", "protos", "scripts"):
         ignore = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", "out"]

@@ -31,7 +31,7 @@ def server(tiny_model, tmp_path_factory, hostile_directory) -> Iterator[Server]:
         *("--additional-config", '{"duck": {"local_ducks": 2}}'),
         *CHAT_FLAGS,
         directory=hostile_directory,
-        # vLLM looks at a model's class once, in a process of its own.
+        # vLLM remembers there what it learns about models.
         environment={"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))},
     ) as running:
         yield running

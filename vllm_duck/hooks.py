@@ -11,6 +11,7 @@ private ones too: worker.py and spec_decode/{runner,proposer,acceptance}.py.
 import copy
 import functools
 import gc
+import importlib
 import inspect
 import os
 import signal
@@ -34,14 +35,20 @@ _chosen: set[str] = set()
 
 @dataclass(frozen=True)
 class Hook:
-    """One wrapped function: `owner()` gives the class, `make` wraps what it finds."""
+    """One wrapped function: `make` wraps what it finds at `target`."""
 
     target: str
     parameters: tuple[str, ...]
     why: str
     remove_when: str
-    owner: Callable[[], type]
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    @property
+    def owner(self) -> type:
+        """The class that `target` names, or that of the object that it names."""
+        module, name = self.target.rsplit(".", 2)[:2]
+        found = getattr(importlib.import_module(module), name)
+        return found if isinstance(found, type) else type(found)
 
     @property
     def attribute(self) -> str:
@@ -71,7 +78,7 @@ def install_hooks() -> None:
         # As it was found: a method, a classmethod or a staticmethod.
         is_bare = original is function
         setattr(
-            hook.owner(),
+            hook.owner,
             hook.attribute,
             wrapper if is_bare else type(original)(wrapper),
         )
@@ -79,7 +86,7 @@ def install_hooks() -> None:
 
 
 def _find(hook: Hook) -> Any:
-    original = inspect.getattr_static(hook.owner(), hook.attribute, None)
+    original = inspect.getattr_static(hook.owner, hook.attribute, None)
     function = getattr(original, "__func__", original)
     function = getattr(function, _TAG, function)
     parameters = (
@@ -91,42 +98,6 @@ def _find(hook: Hook) -> Any:
             f"{parameters}; vllm_duck/hooks.py must be brought up to this vLLM"
         )
     return original
-
-
-def _engine_args() -> type:
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs
-
-
-def _platform() -> type:
-    from vllm.platforms import current_platform
-
-    return type(current_platform)
-
-
-def _sampling_params() -> type:
-    from vllm.sampling_params import SamplingParams
-
-    return SamplingParams
-
-
-def _lazy_model() -> type:
-    from vllm.model_executor.models import registry
-
-    return registry._LazyRegisteredModel
-
-
-def _async_engine() -> type:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    return AsyncLLM
-
-
-def _engine_process() -> type:
-    from vllm.v1.engine.core import EngineCoreProc
-
-    return EngineCoreProc
 
 
 def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,7 +327,6 @@ HOOKS = (
         why="the one path of LLM, AsyncLLM and `vllm serve` to a VllmConfig: duck "
         "sets its worker, model and loader there, and refuses what it cannot do",
         remove_when="vLLM lets a plugin edit EngineArgs before they are used",
-        owner=_engine_args,
         make=_configure_duck,
     ),
     Hook(
@@ -365,7 +335,6 @@ HOOKS = (
         why="--spec-method takes vLLM's own methods alone: with duck_mtp1 among its "
         "choices, the short form does what --speculative-config does",
         remove_when="vLLM lets a plugin name a speculative method",
-        owner=_engine_args,
         make=_name_the_method,
     ),
     Hook(
@@ -374,7 +343,6 @@ HOOKS = (
         why="vLLM turns chunked prefill and prefix caching off for MLA on a CPU "
         "without AMX, since its own kernel lacks them; duck's attention has both",
         remove_when="the platform asks the attention backend what it supports",
-        owner=_platform,
         make=_keep_chunks_and_prefixes,
     ),
     Hook(
@@ -383,7 +351,6 @@ HOOKS = (
         why="vLLM refuses logit_bias and min_p under speculation, since its rejection "
         "sampler lacks them; duck's has both",
         remove_when="vLLM's rejection sampler applies every logits processor",
-        owner=_sampling_params,
         make=_allow_every_option,
     ),
     Hook(
@@ -394,7 +361,6 @@ HOOKS = (
         "initialised: ten seconds for each of duck's two at the first start; to "
         "import these takes 0.2 s and touches no device",
         remove_when="vLLM takes a model's properties from the class's entry point",
-        owner=_lazy_model,
         make=_inspect_in_this_process,
     ),
     Hook(
@@ -404,7 +370,6 @@ HOOKS = (
         "processes no time either: it kills engine, worker and ducks, and every stop "
         "ends in warnings and a traceback",
         remove_when="the time for requests is not the time for the processes",
-        owner=_async_engine,
         make=_let_the_engine_end,
     ),
     Hook(
@@ -413,7 +378,6 @@ HOOKS = (
         why="a Ctrl-C reaches every process of a terminal: the engine starts to end, "
         "and the SIGTERM with which the server asks for that kills it halfway",
         remove_when="an engine that is ending survives a second signal",
-        owner=_engine_process,
         make=_leave_ctrl_c_to_the_server,
     ),
 )
