@@ -29,6 +29,8 @@ main() {
   mkdir -p "$work"
   exec 9>"$work/lock"
   flock -n 9 || { echo "fresh: another run is using $work" >&2; exit 1; }
+  # Where packages are is asked of apt, which knows it once it has its lists.
+  [ -n "$(mirror)" ] || apt-get update -qq
   make_base
   trap 'rm -rf "$work"/machine-*' EXIT
   trap 'exit 130' INT TERM
