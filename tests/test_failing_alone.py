@@ -41,7 +41,8 @@ def llm(engines, tiny_model):
     assert sys.last_traceback, "pytest holds what failed until the next test begins"
     assert not Path("/proc/self/task", str(os.getpid()), "children").read_text()
     assert not torch.distributed.is_initialized()
-    assert not [name for name in os.environ if name.startswith("VLLM_USE")]
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
     return start(tiny_model, speculates=True)
 
 def test_that_passes(llm):
