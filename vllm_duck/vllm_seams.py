@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from vllm_duck.errors import DuckError
 
-
 # Releases whose source was held against the ledgers without a difference, and which no
 # engine ran: there is no CPU wheel of them yet.
 READ_NOT_RUN = ("0.33.0",)

@@ -202,7 +202,7 @@ def test_a_reply_that_is_there_is_no_timeout_for_any_thread(start_server, connec
     pending.wait()
     pending._deadline_s = 0.0
     with futures.ThreadPoolExecutor(8) as pool:
-        for result in [pool.submit(pending.result) for _ in range(4000)]:
+        for result in [pool.submit(pending.wait) for _ in range(4000)]:
             result.result()
 
 

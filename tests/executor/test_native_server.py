@@ -232,7 +232,7 @@ def test_only_the_token_opens_the_duck_and_health_stays_open(token):
                 duck.describe()
                 fan_out.send(make_request()).wait()
                 return
-            for call in (duck.describe, fan_out.send(make_request()).result):
+            for call in (duck.describe, fan_out.send(make_request()).wait):
                 with pytest.raises(DuckProtocolError, match="refused the token"):
                     call()
 

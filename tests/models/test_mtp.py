@@ -7,6 +7,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_duck import hooks
 from vllm_duck.models import mtp
+from vllm_duck.models.cpu.backend import CpuBackend
 from vllm_duck.models.dimensions import Dimensions
 
 hooks.install_hooks()
@@ -33,8 +34,8 @@ def test_overrides_of_the_target_reach_the_mtp_layer(tiny_model, monkeypatch, du
     )
     config = args.create_engine_config()
     # These two ask for vLLM's process groups.
-    monkeypatch.setattr(mtp, "VocabParallelEmbedding", nn.Embedding)
-    monkeypatch.setattr(mtp, "LmHead", nn.Embedding)
+    for part in ("embedding", "head"):
+        monkeypatch.setattr(CpuBackend, part, lambda self, *size: nn.Embedding(*size))
     with set_current_vllm_config(config):
         layer = mtp.DeepseekV32Mtp(vllm_config=config)
     target = Dimensions.from_hf_config(config.model_config.hf_config)
