@@ -52,9 +52,15 @@ def names(tmp_path_factory):
 
 def _run(names, arguments, addresses):
     preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(names)]))
+    settings = {
+        "LD_PRELOAD": preload,
+        "DUCK_TEST_ADDRESSES": addresses,
+        # gRPC's core tells of connections that a stopping server ends.
+        "GRPC_VERBOSITY": "ERROR",
+    }
     return subprocess.run(
         [sys.executable, *arguments],
-        env=os.environ | {"LD_PRELOAD": preload, "DUCK_TEST_ADDRESSES": addresses},
+        env=os.environ | settings,
         capture_output=True,
         text=True,
     )
