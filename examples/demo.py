@@ -178,6 +178,7 @@ def print_figures(llm: "LLM", before: Counts, decode: Decode) -> None:
             f"{decode.num_tokens / decode.num_steps:.2f} tokens per step"
         )
     print(f"lanes   {after.overlap - before.overlap}")
+    print("        (a step whose lanes are measured slower stays whole: docs/lanes.md)")
     print(f"host    {figures['host_bytes'] / 1e6:,.0f} MB resident")
     print(f"calls   by {figures['transport']}")
     for duck in figures["ducks"]:

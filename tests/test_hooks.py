@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMValidationError
 
 import vllm_duck
 from vllm_duck import hooks, setup_engine
-from vllm_duck.config import HAND_OVER_KEY
+from vllm_duck.config import HAND_OVER_KEY, VARIABLES
 from vllm_duck.errors import DuckError
 
 DUCK = {HAND_OVER_KEY: {}}
@@ -199,3 +199,13 @@ def test_no_other_module_assigns_to_vllm():
                     assert not (isinstance(root, ast.Name) and root.id in names), path
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id != "setattr", path
+
+
+def test_vllm_knows_the_package_s_variables(monkeypatch):
+    """It warns of every other name with its prefix."""
+    from vllm import envs
+
+    hooks.install_hooks()
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "given")
+        assert envs.environment_variables[name]() == "given"

@@ -68,6 +68,13 @@ def test_the_picture_shows_the_lanes(tmp_path):
     assert {(157, 188, 227), (239, 195, 160)} <= colors
 
 
+def test_the_ducks_secret_can_be_given(tmp_path, capsys):
+    """As at `status`: it must exist, which is found before any engine starts."""
+    command = ["trace", str(tmp_path), "--token-file", str(tmp_path / "none")]
+    assert main(command) == 1
+    assert f"{tmp_path}/none" in capsys.readouterr().err
+
+
 def test_no_steps_are_refused(capsys):
     assert main(["trace", "anything", "--steps", "0"]) == 1
     assert "--steps must be >= 1, got 0" in capsys.readouterr().err

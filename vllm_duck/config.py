@@ -15,6 +15,7 @@ from vllm_duck.errors import DuckConfigError
 
 ENDPOINTS_VARIABLE = "VLLM_DUCK_ENDPOINTS"
 ISA_VARIABLE = "VLLM_DUCK_ISA"
+VARIABLES = (ENDPOINTS_VARIABLE, ISA_VARIABLE)
 
 # Keys of vLLM's additional_config: the user's, and the package's own.
 SETTINGS_KEY = "duck"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_duck import VLLM_VERSION
-from vllm_duck.config import is_duck_engine
+from vllm_duck.config import VARIABLES, is_duck_engine
 from vllm_duck.errors import DuckError
 
 # Seconds that vLLM waits for its processes to end: a duck gives its memory back, an
@@ -83,6 +83,7 @@ def install_hooks() -> None:
             wrapper if is_bare else type(original)(wrapper),
         )
     _register_loader()
+    _name_variables()
 
 
 def _find(hook: Hook) -> Any:
@@ -306,6 +307,16 @@ def _restore_stock(environ: MutableMapping[str, str]) -> None:
         module, name = registry._VLLM_MODELS[architecture]
         registry.ModelRegistry.register_model(
             architecture, f"{registry._resolve_module_name(module)}:{name}"
+        )
+
+
+def _name_variables() -> None:
+    """Of variables with its prefix that it does not know, vLLM warns."""
+    from vllm import envs
+
+    for name in VARIABLES:
+        envs.environment_variables.setdefault(
+            name, functools.partial(os.environ.get, name)
         )
 
 

@@ -325,6 +325,12 @@ SEAMS = (
         remove_when="thinking budgets are counted in tokens taken",
     ),
     Seam(
+        target="vllm.envs:environment_variables",
+        use="read",
+        why="the package's own variables are named there, or vLLM warns of them",
+        remove_when="a plugin may name variables",
+    ),
+    Seam(
         target="vllm.config.model:_REGISTERED_MODEL_CLASS_OVERRIDES",
         use="read",
         why="cleared when an engine without ducks follows one with them",

@@ -71,6 +71,8 @@ def test_split_says_what_it_wrote_and_what_it_kept(model_dir, tmp_path, capsys):
     assert lines[1:] == [
         f"{out_dir}/duck-0  columns [0, 128) x experts [0, 4)",
         f"{out_dir}/duck-1  columns [128, 160) x experts [0, 4)",
+        f"next, on each duck's machine: vllm-duck serve {out_dir}/duck-0 --listen "
+        "HOST:PORT",
     ]
     assert _split(model_dir, out_dir, "--weights=3,1") == 0
     assert ", kept 0." in capsys.readouterr().out

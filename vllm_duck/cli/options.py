@@ -8,6 +8,7 @@ from vllm_duck.config import environment_endpoints
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import REQUANTIZED_FORMATS, Shard
+from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.executor.shards import ShardPlan
 from vllm_duck.executor.transport import TRANSPORTS
 
@@ -54,6 +55,27 @@ def add_server_security(parser: argparse.ArgumentParser) -> None:
         "--insecure",
         action="store_true",
         help="listen beyond this machine without TLS or token",
+    )
+
+
+def add_client_security(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--token-file", metavar="FILE", help="the ducks' secret")
+    parser.add_argument("--tls-ca", metavar="FILE", help="PEM authority; turns TLS on")
+    parser.add_argument("--tls-cert", metavar="FILE", help="PEM certificate to show")
+    parser.add_argument("--tls-key", metavar="FILE", help="PEM key of --tls-cert")
+
+
+def client_security(args: argparse.Namespace) -> ClientSecurity:
+    """What `add_client_security` was given.
+
+    Raises:
+        DuckConfigError: a file cannot be read, or one of them lacks another.
+    """
+    return ClientSecurity.from_files(
+        tls_ca=args.tls_ca,
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        token_file=args.token_file,
     )
 
 

@@ -1,6 +1,7 @@
 """`vllm-duck split`: one directory for each duck, with what that duck holds."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -64,4 +65,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"wrote {written} in {report.seconds:.1f} s{kept}")
     for directory, shard in zip(report.directories, plan.shards, strict=True):
         print(f"{directory}  {shard}")
+    first = shlex.quote(str(report.directories[0]))
+    print(f"next, on each duck's machine: vllm-duck serve {first} --listen HOST:PORT")
     return 0

@@ -37,10 +37,7 @@ def add_parser(
         metavar="S",
         help="how long to wait for each duck (default: %(default)s)",
     )
-    parser.add_argument("--token-file", metavar="FILE", help="the ducks' secret")
-    parser.add_argument("--tls-ca", metavar="FILE", help="PEM authority; turns TLS on")
-    parser.add_argument("--tls-cert", metavar="FILE", help="PEM certificate to show")
-    parser.add_argument("--tls-key", metavar="FILE", help="PEM key of --tls-cert")
+    options.add_client_security(parser)
     parser.set_defaults(run=run)
 
 
@@ -50,12 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise DuckConfigError("name an endpoint, or set VLLM_DUCK_ENDPOINTS")
     for endpoint in endpoints:
         check_endpoint(endpoint)
-    security = ClientSecurity.from_files(
-        tls_ca=args.tls_ca,
-        tls_cert=args.tls_cert,
-        tls_key=args.tls_key,
-        token_file=args.token_file,
-    )
+    security = options.client_security(args)
     are_well = [
         _print_status(endpoint, args.deadline_s, security) for endpoint in endpoints
     ]

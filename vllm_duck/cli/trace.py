@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_duck.cli import options
 from vllm_duck.endpoints import parse_endpoints
 from vllm_duck.errors import DuckConfigError
 
@@ -61,12 +62,14 @@ def add_parser(
         default=Path("lanes.png"),
         help="picture to write (default: %(default)s)",
     )
+    options.add_client_security(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.steps < 1:
         raise DuckConfigError(f"--steps must be >= 1, got {args.steps}")
+    options.client_security(args)
     try:
         import vllm  # noqa: F401
     except ImportError as error:
@@ -100,7 +103,9 @@ def _record(args: argparse.Namespace) -> "tuple[list[StepRecord], int]":
 
     endpoints = parse_endpoints(args.endpoints)
     # Every step drafts, whether or not that pays: pairs are what is to be seen.
-    duck: dict[str, Any] = {"draft_gate": False}
+    names = ("token_file", "tls_ca", "tls_cert", "tls_key")
+    duck: dict[str, Any] = {name: getattr(args, name) for name in names}
+    duck["draft_gate"] = False
     if endpoints:
         duck["endpoints"] = endpoints
     llm = LLM(

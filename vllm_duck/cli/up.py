@@ -98,6 +98,12 @@ def run(args: argparse.Namespace) -> int:
     with ducks:
         listed = shlex.quote(",".join(ducks.endpoints))
         print(f"VLLM_DUCK_ENDPOINTS={listed}", flush=True)
+        print(
+            "ready: put that line in front of `vllm serve MODEL`; Ctrl-C here ends the "
+            "ducks",
+            file=sys.stderr,
+            flush=True,
+        )
         while (message := ducks.dead()) is None:
             if stop.wait(_POLL_S):
                 return 0
