@@ -21,6 +21,7 @@ from vllm_duck.kv_space import (
 from vllm_duck.setup_engine import RUNNER_VARIABLE
 
 GB = 10**9
+CHOSEN = (RUNNER_VARIABLE, hooks.STOP_VARIABLE)
 # DeepSeek-V3.2 with its MTP layer: 62 layers of 788 bytes a token.
 V32 = Demand(num_requests=256, request_len=131_073, block_len=128, token_bytes=48_856)
 MEMORY = Memory(node=256 * GB, total=256 * GB, host_weights=40 * GB, duck_weights=0)
@@ -28,7 +29,7 @@ MEMORY = Memory(node=256 * GB, total=256 * GB, host_weights=40 * GB, duck_weight
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in ("VLLM_DUCK_ENDPOINTS", "VLLM_CPU_KVCACHE_SPACE", RUNNER_VARIABLE):
+    for name in ("VLLM_DUCK_ENDPOINTS", "VLLM_CPU_KVCACHE_SPACE", *CHOSEN):
         # Set first: then it is put back even if it was not there.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -122,6 +123,13 @@ def test_what_the_user_chose_in_any_way_stays(tiny_model, huge_machine, monkeypa
     assert kv_bytes(tiny_model, gpu_memory_utilization=0.5) is None
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert kv_bytes(tiny_model) == 2 << 30
+
+
+def test_a_refusal_leaves_no_trace(tiny_model, monkeypatch):
+    monkeypatch.setattr(kv_space, "_memory", lambda config: replace(MEMORY, node=0))
+    with pytest.raises(DuckConfigError, match="room for 0 MB"):
+        kv_bytes(tiny_model)
+    assert not set(CHOSEN) & os.environ.keys()
 
 
 def test_without_ducks_vllm_chooses(tiny_v3_model, huge_machine):

@@ -1,6 +1,6 @@
 """What vllm_duck changes in vLLM itself, and the vLLM version it was written for.
 
-Seven functions of vLLM are wrapped, and two names are swapped while a worker builds its
+Eight functions of vLLM are wrapped, and two names are swapped while a worker builds its
 model runner. With duck off, the wrappers hand over to vLLM's own function and change
 nothing. The rest goes through its public seams (entry point, `worker_cls`,
 `load_format`, `model_class_overrides`, `additional_config`) and through classes of ours
@@ -10,18 +10,18 @@ private ones too: worker.py and spec_decode/{runner,proposer,acceptance}.py.
 
 import copy
 import functools
-import gc
 import importlib
 import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_duck import VLLM_VERSION
 from vllm_duck.config import is_duck_engine
+from vllm_duck.ending import stop_in_order
 from vllm_duck.errors import DuckError
 
 # Seconds that vLLM waits for its processes to end: a duck gives its memory back, an
@@ -112,30 +112,32 @@ def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, usage_context, headless)
         resolved = setup_engine.resolve(config, self, os.environ)
         args = setup_engine.rewrite(self, resolved)
-        with _v1_runner(os.environ), _safe_path(os.environ):
-            _give_time_to_end(os.environ)
+        with _choices(os.environ), _safe_path(os.environ):
             vllm_config = original(args, usage_context, headless)
             setup_engine.check(vllm_config)
-        kv_space.set_default(vllm_config)
+            kv_space.set_default(vllm_config)
         return vllm_config
 
     return create_engine_config
 
 
 @contextmanager
-def _v1_runner(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Choose vLLM's V1 runner for this process and its children, unless all fails."""
+def _choices(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Choose vLLM's V1 runner, and time to end, for this process and its children.
+
+    Undone if what follows fails, unless an engine with ducks was configured before.
+    """
     from vllm_duck.setup_engine import RUNNER_VARIABLE
 
-    was_free = RUNNER_VARIABLE not in environ
-    if was_free:
-        environ[RUNNER_VARIABLE] = "0"
-        _chosen.add(RUNNER_VARIABLE)
+    is_first = not _chosen
+    for name, value in ((RUNNER_VARIABLE, "0"), (STOP_VARIABLE, STOP_S)):
+        if name not in environ:
+            environ[name] = value
+            _chosen.add(name)
     try:
         yield
     except BaseException:
-        # Not where an engine with ducks was configured before, which needs all that.
-        if was_free:
+        if is_first:
             _restore_stock(environ)
         raise
 
@@ -144,8 +146,8 @@ def _v1_runner(environ: MutableMapping[str, str]) -> Iterator[None]:
 def _safe_path(environ: MutableMapping[str, str]) -> Iterator[None]:
     """Keep the working directory off the path of what vLLM starts meanwhile.
 
-    It looks at a model class in a `python -m`, which would import a user's queue.py
-    instead of Python's.
+    It looks at a model class in a `python -m` and starts its engine with a `python -c`,
+    which would import a user's queue.py or signal.py instead of Python's.
     """
     before = environ.get("PYTHONSAFEPATH")
     environ["PYTHONSAFEPATH"] = "1"
@@ -157,10 +159,18 @@ def _safe_path(environ: MutableMapping[str, str]) -> Iterator[None]:
             environ["PYTHONSAFEPATH"] = before
 
 
-def _give_time_to_end(environ: MutableMapping[str, str]) -> None:
-    if STOP_VARIABLE not in environ:
-        environ[STOP_VARIABLE] = STOP_S
-        _chosen.add(STOP_VARIABLE)
+def _start_off_the_cwd(
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        has_ducks = is_duck_engine(given["vllm_config"])
+        with _safe_path(os.environ) if has_ducks else nullcontext():
+            original(self, *args, **kwargs)
+
+    return start
 
 
 def _name_the_method(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +234,7 @@ def _inspect_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]
 def _let_the_engine_end(original: Callable[..., Any]) -> Callable[..., Any]:
     def shutdown(self: Any, timeout: float | None = None) -> None:
         if is_duck_engine(self.vllm_config):
-            _stop_in_order(self)
+            stop_in_order(self)
         original(self, timeout)
 
     return shutdown
@@ -237,30 +247,6 @@ def _leave_ctrl_c_to_the_server(original: Callable[..., Any]) -> Callable[..., A
         original(self)
 
     return run_busy_loop
-
-
-def _stop_in_order(engine: Any) -> None:
-    """Before `shutdown`: its processes get time, then nobody waits for their outputs.
-
-    vLLM cancels what reads the engine's outputs while its own handler still waits for
-    them, which then logs that the engine died.
-    """
-    from vllm import envs
-    from vllm.utils.async_utils import cancel_task_threadsafe
-
-    # The server froze its heap: types that are never freed are reported as leaks.
-    gc.unfreeze()
-    manager = engine.engine_core.resources.engine_manager
-    if manager is None:
-        return
-    stop = manager.shutdown
-
-    def stop_then_cancel(timeout: float | None = None) -> None:
-        stop(timeout or envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)
-        if engine.output_handler is not None:
-            cancel_task_threadsafe(engine.output_handler)
-
-    manager.shutdown = stop_then_cancel
 
 
 @contextmanager
@@ -362,6 +348,18 @@ HOOKS = (
         "import these takes 0.2 s and touches no device",
         remove_when="vLLM takes a model's properties from the class's entry point",
         make=_inspect_in_this_process,
+    ),
+    Hook(
+        target="vllm.v1.engine.utils.CoreEngineProcManager.__init__",
+        parameters=(
+            *("self", "local_engine_count", "start_index", "local_start_index"),
+            *("vllm_config", "local_client", "handshake_address", "executor_class"),
+            *("log_stats", "client_handshake_address", "tensor_queue"),
+        ),
+        why="the engine's process, and what it starts in turn, would run a file of the "
+        "working directory that is named like a module of Python's",
+        remove_when="vLLM starts its processes with -P",
+        make=_start_off_the_cwd,
     ),
     Hook(
         target="vllm.v1.engine.async_llm.AsyncLLM.shutdown",
