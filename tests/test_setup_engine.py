@@ -30,9 +30,8 @@ def make_args(model, duck=(), additional_config=(), **changes):
     additional = {} if duck is None else {"duck": {} if duck == () else duck}
     return EngineArgs(
         model=str(model),
-        max_model_len=512,
         additional_config={**additional, **dict(additional_config)},
-        **changes,
+        **{"max_model_len": 512, **changes},
     )
 
 

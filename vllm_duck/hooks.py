@@ -1,11 +1,11 @@
 """What vllm_duck changes in vLLM itself, and the vLLM version it was written for.
 
-Eight functions of vLLM are wrapped, and two names are swapped while a worker builds its
-model runner. With duck off, the wrappers hand over to vLLM's own function and change
-nothing. The rest goes through its public seams (entry point, `worker_cls`,
-`load_format`, `model_class_overrides`, `additional_config`) and through classes of ours
-that override methods of vLLM's runner, proposer and worker, or read their state, both
-private ones too: worker.py and spec_decode/{runner,proposer,acceptance}.py.
+Eight functions of vLLM are wrapped, and three names are swapped for a moment. With duck
+off, the wrappers hand over to vLLM's own function and change nothing. The rest goes
+through its public seams (entry point, `worker_cls`, `load_format`,
+`model_class_overrides`, `additional_config`) and through classes of ours that override
+methods of vLLM's runner, proposer and worker, or read their state, both private ones
+too: worker.py and spec_decode/{runner,proposer,acceptance}.py.
 """
 
 import copy
@@ -77,11 +77,8 @@ def install_hooks() -> None:
         setattr(wrapper, _TAG, function)
         # As it was found: a method, a classmethod or a staticmethod.
         is_bare = original is function
-        setattr(
-            hook.owner,
-            hook.attribute,
-            wrapper if is_bare else type(original)(wrapper),
-        )
+        bound = wrapper if is_bare else type(original)(wrapper)
+        setattr(hook.owner, hook.attribute, bound)
     _register_loader()
 
 
@@ -146,8 +143,7 @@ def _choices(environ: MutableMapping[str, str]) -> Iterator[None]:
 def _safe_path(environ: MutableMapping[str, str]) -> Iterator[None]:
     """Keep the working directory off the path of what vLLM starts meanwhile.
 
-    It looks at a model class in a `python -m` and starts its engine with a `python -c`,
-    which would import a user's queue.py or signal.py instead of Python's.
+    A `python -m` or `-c` would import a user's queue.py or signal.py, not Python's.
     """
     before = environ.get("PYTHONSAFEPATH")
     environ["PYTHONSAFEPATH"] = "1"
@@ -273,6 +269,29 @@ def using_model_runner(runner_class: type) -> Iterator[None]:
     finally:
         cpu_worker.CPUModelRunner = runner
         gpu_model_runner.build_logitsprocs = build
+
+
+@contextmanager
+def page_cache_is_free() -> Iterator[None]:
+    """Let vLLM count a container's page cache as free, as it does outside of one.
+
+    A container that has read a checkpoint looks full to it, and caches that fit do not.
+    """
+    from vllm.utils import cpu_resource_utils
+
+    from vllm_duck.executor.cgroup_memory import page_cache_bytes
+
+    original = cpu_resource_utils.get_cgroup_memory_usage
+
+    def get_cgroup_memory_usage() -> int | None:
+        usage = original()
+        return None if usage is None else max(0, usage - page_cache_bytes())
+
+    cpu_resource_utils.get_cgroup_memory_usage = get_cgroup_memory_usage
+    try:
+        yield
+    finally:
+        cpu_resource_utils.get_cgroup_memory_usage = original
 
 
 def _restore_stock(environ: MutableMapping[str, str]) -> None:
