@@ -32,7 +32,9 @@ def main() -> None:
         chat_template_kwargs={"thinking": True},
     )
     for chat, output in zip(chats, outputs, strict=True):
-        print(f"> {chat[0]['content']}\n{output.outputs[0].text}\n")
+        # Asked to think, the model reasons first, up to a </think>.
+        reasoning, _, answer = output.outputs[0].text.partition("</think>")
+        print(f"> {chat[0]['content']}\n({reasoning})\n{answer}\n")
 
 
 if __name__ == "__main__":

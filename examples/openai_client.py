@@ -28,7 +28,9 @@ def main() -> None:
         temperature=0,
         extra_body={"chat_template_kwargs": {"thinking": True}},
     )
-    print(f"chat: {chat.choices[0].message.content}\n")
+    # Behind its reasoning, which `--reasoning-parser deepseek_v3` of the server would
+    # have put into a field of its own.
+    print(f"chat: {chat.choices[0].message.content.partition('</think>')[2]}\n")
 
     print("stream: ", end="")
     stream = client.chat.completions.create(

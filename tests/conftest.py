@@ -75,11 +75,11 @@ def tiny_v3_model(tiny_model, tmp_path_factory) -> Path:
 def hostile_directory(tmp_path_factory) -> Path:
     """A directory in whose files an import would run, if it were on a path.
 
-    A user's own queue.py beside the model, and a clone without its extensions.
+    A user's own files beside the model, and a clone without its extensions.
     """
     directory = tmp_path_factory.mktemp("hostile")
-    # None that multiprocessing needs: its children start there, whoever uses it.
-    for name in ("queue", "numpy", "grpc"):
+    # Of signal, socket and random multiprocessing is made: its children begin there.
+    for name in ("queue", "signal", "socket", "random", "numpy", "grpc"):
         code = f'open("{name}.executed", "w")\nraise SystemExit("{name}.py was run")\n'
         (directory / f"{name}.py").write_text(code)
     (directory / "vllm_duck").mkdir()

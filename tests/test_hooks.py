@@ -1,6 +1,7 @@
 """The hooks: each target exists, none changes vLLM while duck is off."""
 
 import ast
+import os
 import re
 import signal
 from pathlib import Path
@@ -145,6 +146,34 @@ def test_processes_get_time_to_end_where_vllm_gives_none(
     engine = _Engine(additional_config)
     hooks._let_the_engine_end(_Engine.stop)(engine, timeout)
     assert engine.seen == [given]
+
+
+@pytest.mark.parametrize("attributes", [{}, {"engine_core": None}], ids=str)
+def test_an_engine_that_did_not_start_can_be_ended(attributes):
+    config = SimpleNamespace(additional_config=DUCK)
+    engine = SimpleNamespace(vllm_config=config, **attributes)
+    timeouts = []
+    end = hooks._let_the_engine_end(lambda engine, timeout: timeouts.append(timeout))
+    end(engine, 3)
+    assert timeouts == [3]
+
+
+@pytest.mark.parametrize(
+    ("additional_config", "expected"), [(DUCK, "1"), ({}, None)], ids=["duck", "stock"]
+)
+def test_an_engine_s_process_starts_without_the_working_directory(
+    monkeypatch, additional_config, expected
+):
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    seen = []
+
+    def start(self, count, vllm_config):
+        seen.append((count, os.environ.get("PYTHONSAFEPATH")))
+
+    config = SimpleNamespace(additional_config=additional_config)
+    hooks._start_off_the_cwd(start)(None, 1, vllm_config=config)
+    assert seen == [(1, expected)]
+    assert "PYTHONSAFEPATH" not in os.environ
 
 
 @pytest.mark.parametrize("has_ducks", [True, False])

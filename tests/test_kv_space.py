@@ -4,14 +4,18 @@ import os
 from dataclasses import replace
 
 import pytest
+from vllm.utils import cpu_resource_utils
 
 from tests.test_setup_engine import make_args
 from vllm_duck import hooks, kv_space
 from vllm_duck.errors import DuckConfigError
+from vllm_duck.executor import cgroup_memory
+from vllm_duck.executor.cgroup_memory import page_cache_bytes
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.loader import shard_bytes
 from vllm_duck.executor.shards import ShardPlan
 from vllm_duck.kv_space import (
+    _PROCESS_BYTES,
     Demand,
     Memory,
     choose,
@@ -21,6 +25,7 @@ from vllm_duck.kv_space import (
 from vllm_duck.setup_engine import RUNNER_VARIABLE
 
 GB = 10**9
+CHOSEN = (RUNNER_VARIABLE, hooks.STOP_VARIABLE)
 # DeepSeek-V3.2 with its MTP layer: 62 layers of 788 bytes a token.
 V32 = Demand(num_requests=256, request_len=131_073, block_len=128, token_bytes=48_856)
 MEMORY = Memory(node=256 * GB, total=256 * GB, host_weights=40 * GB, duck_weights=0)
@@ -28,7 +33,7 @@ MEMORY = Memory(node=256 * GB, total=256 * GB, host_weights=40 * GB, duck_weight
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in ("VLLM_DUCK_ENDPOINTS", "VLLM_CPU_KVCACHE_SPACE", RUNNER_VARIABLE):
+    for name in ("VLLM_DUCK_ENDPOINTS", "VLLM_CPU_KVCACHE_SPACE", *CHOSEN):
         # Set first: then it is put back even if it was not there.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -37,7 +42,7 @@ def _clean_environment(monkeypatch):
 
 def test_a_share_of_what_the_weights_leave_bounds_it():
     num_bytes = choose(MEMORY, V32)
-    assert 0 <= 0.8 * 216 * GB - num_bytes < V32.block_bytes
+    assert 0 <= 0.8 * (216 - 1.2) * GB - num_bytes < V32.block_bytes
     assert num_bytes % V32.block_bytes == 0
 
 
@@ -48,20 +53,73 @@ def test_no_more_is_taken_than_the_requests_could_use():
 
 def test_local_ducks_take_from_all_nodes_and_the_host_from_its_own():
     with_ducks = replace(MEMORY, total=512 * GB, duck_weights=330 * GB)
-    assert with_ducks.left == (512 - 40 - 330) * GB
-    assert replace(with_ducks, duck_weights=0).left == (256 - 40) * GB
+    # Half of their 330 are on the host's node, one of two.
+    assert with_ducks.left == 256 * GB - 40 * GB - 165 * GB - _PROCESS_BYTES
+    assert replace(with_ducks, duck_weights=0).left == 216 * GB - _PROCESS_BYTES
+    # A container: its limit is nearer than the node's end.
+    contained = replace(with_ducks, total=400 * GB, duck_weights=340 * GB)
+    assert contained.left == 256 * GB - 40 * GB - 340 * GB * 256 // 400 - _PROCESS_BYTES
 
 
 def test_less_than_one_request_s_cache_is_refused_with_the_numbers():
     match = (
         r"one request of 131,073 tokens needs 6\.4 GB of KV cache, and there is room "
-        r"for 4\.8 GB: of 256\.0 GB of available memory .* the host's weights take "
-        r"40\.0 GB and local ducks 210\.0 GB, .* lower --max-model-len"
+        r"for 3\.8 GB: of 256\.0 GB of available memory .* the host's weights take "
+        r"40\.0 GB, local ducks 210\.0 GB and vLLM's processes 1\.2 GB, .* lower "
+        r"--max-model-len, or"
     )
     with pytest.raises(DuckConfigError, match=match):
         choose(replace(MEMORY, duck_weights=210 * GB), V32)
-    with pytest.raises(DuckConfigError, match="room for 0 MB"):
-        choose(replace(MEMORY, duck_weights=665 * GB), V32)
+
+
+def test_weights_that_do_not_fit_are_no_matter_of_the_length():
+    match = "room for 0 MB: .* may be used; free memory, or set --kv-cache-memory-bytes"
+    with pytest.raises(DuckConfigError, match=match):
+        choose(replace(MEMORY, duck_weights=665 * GB), V32, is_fitted=True)
+
+
+def test_a_length_that_vllm_may_choose_takes_what_there_is():
+    little = replace(MEMORY, duck_weights=210 * GB)
+    num_bytes = choose(little, V32, is_fitted=True)
+    assert 0 <= 0.8 * little.left - num_bytes < V32.block_bytes
+
+
+def test_auto_is_a_length_that_vllm_may_choose(tiny_model, monkeypatch):
+    """As `vllm serve --max-model-len auto`."""
+    little = Memory(
+        node=_PROCESS_BYTES + 10**6,
+        total=_PROCESS_BYTES + 10**6,
+        host_weights=0,
+        duck_weights=0,
+    )
+    monkeypatch.setattr(kv_space, "_memory", lambda config: little)
+    assert 0 < kv_bytes(tiny_model, max_model_len=-1) <= 800_000
+    with pytest.raises(DuckConfigError, match="lower --max-model-len"):
+        kv_bytes(tiny_model, max_model_len=2048)
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_a_container_s_page_cache_is_free(tmp_path, version):
+    group = tmp_path / "sys/fs/cgroup" / ("memory" if version == "v1" else "")
+    group.mkdir(parents=True)
+    prefix = "total_" if version == "v1" else ""
+    (group / "memory.stat").write_text(
+        f"anon 7\n{prefix}inactive_file 5000\n{prefix}active_file 300\nshmem 11\n"
+    )
+    assert page_cache_bytes(tmp_path) == 5300
+    assert page_cache_bytes(tmp_path / "sys") == 0
+
+
+def test_vllm_counts_a_container_s_page_cache_as_free_where_duck_asks(monkeypatch):
+    gib = 2**30
+    monkeypatch.setattr(cpu_resource_utils, "get_cgroup_memory_limit", lambda: 2 * gib)
+    monkeypatch.setattr(
+        cpu_resource_utils, "get_cgroup_memory_usage", lambda: 2 * gib - 4096
+    )
+    monkeypatch.setattr(cgroup_memory, "page_cache_bytes", lambda: gib)
+    with hooks.page_cache_is_free():
+        assert cpu_resource_utils.get_memory_node_info(0).available_memory > gib - 1
+    assert cpu_resource_utils.get_memory_node_info(0).available_memory == 4096
 
 
 @pytest.mark.parametrize("requantized", [None, "int8", "int4"])
@@ -122,6 +180,13 @@ def test_what_the_user_chose_in_any_way_stays(tiny_model, huge_machine, monkeypa
     assert kv_bytes(tiny_model, gpu_memory_utilization=0.5) is None
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert kv_bytes(tiny_model) == 2 << 30
+
+
+def test_a_refusal_leaves_no_trace(tiny_model, monkeypatch):
+    monkeypatch.setattr(kv_space, "_memory", lambda config: replace(MEMORY, node=0))
+    with pytest.raises(DuckConfigError, match="room for 0 MB"):
+        kv_bytes(tiny_model)
+    assert not set(CHOSEN) & os.environ.keys()
 
 
 def test_without_ducks_vllm_chooses(tiny_v3_model, huge_machine):

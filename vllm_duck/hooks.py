@@ -1,27 +1,27 @@
 """What vllm_duck changes in vLLM itself, and the vLLM version it was written for.
 
-Seven functions of vLLM are wrapped, and two names are swapped while a worker builds its
-model runner. With duck off, the wrappers hand over to vLLM's own function and change
-nothing. The rest goes through its public seams (entry point, `worker_cls`,
-`load_format`, `model_class_overrides`, `additional_config`) and through classes of ours
-that override methods of vLLM's runner, proposer and worker, or read their state, both
-private ones too: worker.py and spec_decode/{runner,proposer,acceptance}.py.
+Eight functions of vLLM are wrapped, and three names are swapped for a moment. With duck
+off, the wrappers hand over to vLLM's own function and change nothing. The rest goes
+through its public seams (entry point, `worker_cls`, `load_format`,
+`model_class_overrides`, `additional_config`) and through classes of ours that override
+methods of vLLM's runner, proposer and worker, or read their state, both private ones
+too: worker.py and spec_decode/{runner,proposer,acceptance}.py.
 """
 
 import copy
 import functools
-import gc
 import importlib
 import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_duck import VLLM_VERSION
 from vllm_duck.config import VARIABLES, is_duck_engine
+from vllm_duck.ending import stop_in_order
 from vllm_duck.errors import DuckError
 
 # Seconds that vLLM waits for its processes to end: a duck gives its memory back, an
@@ -77,11 +77,8 @@ def install_hooks() -> None:
         setattr(wrapper, _TAG, function)
         # As it was found: a method, a classmethod or a staticmethod.
         is_bare = original is function
-        setattr(
-            hook.owner,
-            hook.attribute,
-            wrapper if is_bare else type(original)(wrapper),
-        )
+        bound = wrapper if is_bare else type(original)(wrapper)
+        setattr(hook.owner, hook.attribute, bound)
     _register_loader()
     _name_variables()
 
@@ -113,30 +110,32 @@ def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, usage_context, headless)
         resolved = setup_engine.resolve(config, self, os.environ)
         args = setup_engine.rewrite(self, resolved)
-        with _v1_runner(os.environ), _safe_path(os.environ):
-            _give_time_to_end(os.environ)
+        with _choices(os.environ), _safe_path(os.environ):
             vllm_config = original(args, usage_context, headless)
             setup_engine.check(vllm_config)
-        kv_space.set_default(vllm_config)
+            kv_space.set_default(vllm_config)
         return vllm_config
 
     return create_engine_config
 
 
 @contextmanager
-def _v1_runner(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Choose vLLM's V1 runner for this process and its children, unless all fails."""
+def _choices(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Choose vLLM's V1 runner, and time to end, for this process and its children.
+
+    Undone if what follows fails, unless an engine with ducks was configured before.
+    """
     from vllm_duck.setup_engine import RUNNER_VARIABLE
 
-    was_free = RUNNER_VARIABLE not in environ
-    if was_free:
-        environ[RUNNER_VARIABLE] = "0"
-        _chosen.add(RUNNER_VARIABLE)
+    is_first = not _chosen
+    for name, value in ((RUNNER_VARIABLE, "0"), (STOP_VARIABLE, STOP_S)):
+        if name not in environ:
+            environ[name] = value
+            _chosen.add(name)
     try:
         yield
     except BaseException:
-        # Not where an engine with ducks was configured before, which needs all that.
-        if was_free:
+        if is_first:
             _restore_stock(environ)
         raise
 
@@ -145,8 +144,7 @@ def _v1_runner(environ: MutableMapping[str, str]) -> Iterator[None]:
 def _safe_path(environ: MutableMapping[str, str]) -> Iterator[None]:
     """Keep the working directory off the path of what vLLM starts meanwhile.
 
-    It looks at a model class in a `python -m`, which would import a user's queue.py
-    instead of Python's.
+    A `python -m` or `-c` would import a user's queue.py or signal.py, not Python's.
     """
     before = environ.get("PYTHONSAFEPATH")
     environ["PYTHONSAFEPATH"] = "1"
@@ -158,10 +156,18 @@ def _safe_path(environ: MutableMapping[str, str]) -> Iterator[None]:
             environ["PYTHONSAFEPATH"] = before
 
 
-def _give_time_to_end(environ: MutableMapping[str, str]) -> None:
-    if STOP_VARIABLE not in environ:
-        environ[STOP_VARIABLE] = STOP_S
-        _chosen.add(STOP_VARIABLE)
+def _start_off_the_cwd(
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        has_ducks = is_duck_engine(given["vllm_config"])
+        with _safe_path(os.environ) if has_ducks else nullcontext():
+            original(self, *args, **kwargs)
+
+    return start
 
 
 def _name_the_method(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,7 +231,7 @@ def _inspect_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]
 def _let_the_engine_end(original: Callable[..., Any]) -> Callable[..., Any]:
     def shutdown(self: Any, timeout: float | None = None) -> None:
         if is_duck_engine(self.vllm_config):
-            _stop_in_order(self)
+            stop_in_order(self)
         original(self, timeout)
 
     return shutdown
@@ -238,30 +244,6 @@ def _leave_ctrl_c_to_the_server(original: Callable[..., Any]) -> Callable[..., A
         original(self)
 
     return run_busy_loop
-
-
-def _stop_in_order(engine: Any) -> None:
-    """Before `shutdown`: its processes get time, then nobody waits for their outputs.
-
-    vLLM cancels what reads the engine's outputs while its own handler still waits for
-    them, which then logs that the engine died.
-    """
-    from vllm import envs
-    from vllm.utils.async_utils import cancel_task_threadsafe
-
-    # The server froze its heap: types that are never freed are reported as leaks.
-    gc.unfreeze()
-    manager = engine.engine_core.resources.engine_manager
-    if manager is None:
-        return
-    stop = manager.shutdown
-
-    def stop_then_cancel(timeout: float | None = None) -> None:
-        stop(timeout or envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)
-        if engine.output_handler is not None:
-            cancel_task_threadsafe(engine.output_handler)
-
-    manager.shutdown = stop_then_cancel
 
 
 @contextmanager
@@ -288,6 +270,29 @@ def using_model_runner(runner_class: type) -> Iterator[None]:
     finally:
         cpu_worker.CPUModelRunner = runner
         gpu_model_runner.build_logitsprocs = build
+
+
+@contextmanager
+def page_cache_is_free() -> Iterator[None]:
+    """Let vLLM count a container's page cache as free, as it does outside of one.
+
+    A container that has read a checkpoint looks full to it, and caches that fit do not.
+    """
+    from vllm.utils import cpu_resource_utils
+
+    from vllm_duck.executor.cgroup_memory import page_cache_bytes
+
+    original = cpu_resource_utils.get_cgroup_memory_usage
+
+    def get_cgroup_memory_usage() -> int | None:
+        usage = original()
+        return None if usage is None else max(0, usage - page_cache_bytes())
+
+    cpu_resource_utils.get_cgroup_memory_usage = get_cgroup_memory_usage
+    try:
+        yield
+    finally:
+        cpu_resource_utils.get_cgroup_memory_usage = original
 
 
 def _restore_stock(environ: MutableMapping[str, str]) -> None:
@@ -373,6 +378,18 @@ HOOKS = (
         "import these takes 0.2 s and touches no device",
         remove_when="vLLM takes a model's properties from the class's entry point",
         make=_inspect_in_this_process,
+    ),
+    Hook(
+        target="vllm.v1.engine.utils.CoreEngineProcManager.__init__",
+        parameters=(
+            *("self", "local_engine_count", "start_index", "local_start_index"),
+            *("vllm_config", "local_client", "handshake_address", "executor_class"),
+            *("log_stats", "client_handshake_address", "tensor_queue"),
+        ),
+        why="the engine's process, and what it starts in turn, would run a file of the "
+        "working directory that is named like a module of Python's",
+        remove_when="vLLM starts its processes with -P",
+        make=_start_off_the_cwd,
     ),
     Hook(
         target="vllm.v1.engine.async_llm.AsyncLLM.shutdown",

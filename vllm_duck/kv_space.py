@@ -2,7 +2,7 @@
 
 vLLM wants 92 % of a CPU's memory to be free for itself then, and would leave none for
 local ducks. Here the caches get what the requests could use at once, within a share of
-what the weights leave.
+what weights and processes leave.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from math import prod
 
 from vllm.config import CacheConfig, VllmConfig
 from vllm.logger import init_logger
+from vllm.utils import cpu_resource_utils
 from vllm.utils.cpu_resource_utils import (
     get_allowed_cpu_list,
     get_cgroup_memory_limit,
-    get_cgroup_memory_usage,
     get_memory_node_info,
     get_visible_memory_node,
 )
@@ -22,11 +22,14 @@ from vllm_duck.config import DuckConfig, HandOver
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import REQUANTIZED_FORMATS
+from vllm_duck.hooks import page_cache_is_free
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_format import IndexFormat, LatentFormat
 
-# The rest is for vLLM's processes, for scratch and for the page cache.
+# The rest is for scratch and for the page cache.
 _SHARE = 0.8
+# What vLLM's engine, its worker and two ducks take before they hold any weight.
+_PROCESS_BYTES = 1_200_000_000
 _FLAG = "--kv-cache-memory-bytes"
 # Scales included.
 _BITS_PER_WEIGHT = {
@@ -43,7 +46,7 @@ logger = init_logger(__name__)
 class Memory:
     """Bytes: what is available, and the weights that will take of it."""
 
-    # On the NUMA node of the host's process, and in all: ducks may be on any node.
+    # On the NUMA node of the host's process, and in all: ducks are on every node.
     node: int
     total: int
     host_weights: int
@@ -52,8 +55,11 @@ class Memory:
 
     @property
     def left(self) -> int:
+        """For the caches, which are on the host's node."""
         everywhere = self.total - self.host_weights - self.duck_weights
-        return min(self.node - self.host_weights, everywhere)
+        ducks_here = self.duck_weights * self.node // max(1, self.node, self.total)
+        here = self.node - self.host_weights - ducks_here
+        return min(here, everywhere) - _PROCESS_BYTES
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,8 @@ def set_default(vllm_config: VllmConfig) -> None:
     if is_chosen or cache.gpu_memory_utilization != CacheConfig.gpu_memory_utilization:
         return
     memory, demand = _memory(vllm_config), _demand(vllm_config)
-    cache.kv_cache_memory_bytes = choose(memory, demand)
+    is_fitted = vllm_config.model_config.original_max_model_len == -1
+    cache.kv_cache_memory_bytes = choose(memory, demand, is_fitted=is_fitted)
     is_whole = cache.kv_cache_memory_bytes == demand.num_bytes(demand.num_requests)
     logger.info(
         "KV caches: %s for %s tokens, %s; %s sets another size",
@@ -101,25 +108,35 @@ def set_default(vllm_config: VllmConfig) -> None:
     )
 
 
-def choose(memory: Memory, demand: Demand) -> int:
+def choose(memory: Memory, demand: Demand, *, is_fitted: bool = False) -> int:
     """The bytes of all caches.
+
+    is_fitted: max_model_len is "auto": vLLM shortens it to what there is room for.
 
     Raises:
         DuckConfigError: there is no room for one request of max_model_len.
     """
-    room = int(_SHARE * memory.left)
+    blocks = int(_SHARE * memory.left) // demand.block_bytes
+    room = max(0, blocks) * demand.block_bytes
     least = demand.num_bytes(1)
-    if room < least:
+    if room == 0 or (room < least and not is_fitted):
+        advice = f"lower --max-model-len, or set {_FLAG} yourself"
+        if room == 0:
+            advice = f"free memory, or set {_FLAG} yourself if there is more than that"
         raise DuckConfigError(
             f"one request of {demand.request_len:,} tokens needs {_size(least)} of KV "
-            f"cache, and there is room for {_size(max(0, room))}: of "
-            f"{_size(memory.total)} of available memory ({_size(memory.node)} on the "
-            f"host's NUMA node) the host's weights take {_size(memory.host_weights)} "
-            f"and local ducks {_size(memory.duck_weights)}, and {_SHARE} of the rest "
-            f"may be used; lower --max-model-len, or set {_FLAG} yourself"
+            f"cache, and there is room for {_size(room)}: {_shares(memory)}; {advice}"
         )
-    wanted = demand.num_bytes(demand.num_requests)
-    return min(wanted, room // demand.block_bytes * demand.block_bytes)
+    return min(demand.num_bytes(demand.num_requests), room)
+
+
+def _shares(memory: Memory) -> str:
+    return (
+        f"of {_size(memory.total)} of available memory ({_size(memory.node)} on the "
+        f"host's NUMA node) the host's weights take {_size(memory.host_weights)}, "
+        f"local ducks {_size(memory.duck_weights)} and vLLM's processes "
+        f"{_size(_PROCESS_BYTES)}, and {_SHARE} of the rest may be used"
+    )
 
 
 def _demand(vllm_config: VllmConfig) -> Demand:
@@ -143,12 +160,14 @@ def _demand(vllm_config: VllmConfig) -> Demand:
 def _memory(vllm_config: VllmConfig) -> Memory:
     checkpoint = Checkpoint(vllm_config.model_config.model)
     config = DuckConfig.of(vllm_config)
-    nodes = get_visible_memory_node()
-    total = sum(get_memory_node_info(node).available_memory for node in nodes)
-    limit = get_cgroup_memory_limit()
-    if limit is not None:
-        total = min(total, limit - (get_cgroup_memory_usage() or 0))
-    own_node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+    with page_cache_is_free():
+        nodes = get_visible_memory_node()
+        total = sum(get_memory_node_info(node).available_memory for node in nodes)
+        limit = get_cgroup_memory_limit()
+        if limit is not None:
+            usage = cpu_resource_utils.get_cgroup_memory_usage()
+            total = min(total, limit - (usage or 0))
+        own_node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
     return Memory(
         node=own_node.available_memory,
         total=total,

@@ -123,6 +123,19 @@ SEAMS = (
         ),
     ),
     Seam(
+        target=_CPU_WORKER + "determine_available_memory",
+        use="override",
+        why="hooks.page_cache_is_free counts a container's page cache as free",
+        remove_when="get_cgroup_memory_usage leaves the page cache out",
+        parameters="self",
+    ),
+    Seam(
+        target="vllm.utils.cpu_resource_utils:get_cgroup_memory_usage",
+        use="override",
+        why="wrapped while the worker and kv_space look for memory",
+        remove_when="it leaves the page cache out",
+    ),
+    Seam(
         target=_CPU_RUNNER + "load_model",
         use="override",
         why="hands the lanes to the model that it loaded",

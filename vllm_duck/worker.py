@@ -15,7 +15,7 @@ from vllm_duck.executor.local import LocalDucks
 from vllm_duck.executor.process import resident_bytes
 from vllm_duck.executor.security import ClientSecurity
 from vllm_duck.figures import FiguresWriter
-from vllm_duck.hooks import using_model_runner
+from vllm_duck.hooks import page_cache_is_free, using_model_runner
 from vllm_duck.spec_decode.runner import DuckModelRunner
 from vllm_duck.vllm_seams import check_seams
 
@@ -51,6 +51,10 @@ class DuckWorker(CPUWorker):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         with using_model_runner(DuckModelRunner):
             super().init_device()
+
+    def determine_available_memory(self) -> int:
+        with page_cache_is_free():
+            return super().determine_available_memory()
 
     def load_model(self, **kwargs: Any) -> None:
         """Ducks first: a wrong duck is found before the host's weights load."""

