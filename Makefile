@@ -49,4 +49,5 @@ $(READY): setup.py scripts/setup_venv.sh $(wildcard vllm_duck/*/csrc/* vllm_duck
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info vllm_duck/*/*.so*
+	rm -rf $(VENV) build *.egg-info
+	find vllm_duck -name "*.so*" -delete
