@@ -1,5 +1,5 @@
 # make demo    the main job: vLLM with local ducks and the bundled model
-# make test    the tests, in two processes (five to eight minutes on two cores)
+# make test    the tests, in two processes
 # make check   formatting, lint, types
 # make fresh   the first two on a new Debian in a folder, as root (README, CI)
 # make bench   every benchmark, ours beside its peers, as a table
