@@ -1,5 +1,5 @@
 # make demo    the main job: vLLM with local ducks and the bundled model
-# make test    the tests (about ten minutes on two cores)
+# make test    the tests, in two processes
 # make check   formatting, lint, types
 # make fresh   the first two on a new Debian in a folder, as root (README, CI)
 # make bench   every benchmark, ours beside its peers, as a table
@@ -49,4 +49,5 @@ $(READY): setup.py scripts/setup_venv.sh $(wildcard vllm_duck/*/csrc/* vllm_duck
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info vllm_duck/*/*.so*
+	rm -rf $(VENV) build *.egg-info
+	find vllm_duck -name "*.so*" -delete

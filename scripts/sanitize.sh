@@ -39,7 +39,8 @@ copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 git ls-files -co --exclude-standard -- setup.py pyproject.toml README.md vllm_duck tests \
   examples | tar -c -T - --ignore-failed-read | tar -x -C "$copy"
-for built in vllm_duck/executor/_kernel vllm_duck/executor/_stream vllm_duck/models/_host; do
+for built in vllm_duck/executor/_kernel vllm_duck/executor/_stream \
+  vllm_duck/models/cpu/_host; do
   cp "$built.abi3.so" "$copy/$built.abi3.so"
 done
 # Its path has no blanks, which an option of the sanitizer cannot have.

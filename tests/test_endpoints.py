@@ -43,8 +43,6 @@ _WRONG = [
     ":7100",
     "duck:",
     "duck:port",
-    "duck:70000",
-    "duck:65536",
     "duck:-1",
     "duck:+1",
     "duck:007100",
@@ -69,6 +67,12 @@ _WRONG = [
     "[]:7100",
     "dück:7100",
 ]
+
+
+@pytest.mark.parametrize("is_listening", [True, False])
+def test_a_port_beyond_the_last_is_refused_as_a_port(is_listening):
+    with pytest.raises(DuckConfigError, match="a port from 1 to 65535, got 'a:65536'"):
+        check_endpoint("a:65536", is_listening=is_listening)
 
 
 @pytest.mark.parametrize("endpoint", _WRONG)
@@ -110,7 +114,7 @@ def test_a_socket_path_has_as_many_bytes_as_the_system_takes():
 
 def test_port_0_is_for_listening_alone():
     assert check_endpoint("duck:0", is_listening=True) == "duck:0"
-    with pytest.raises(DuckConfigError, match="port 0 is for --listen alone"):
+    with pytest.raises(DuckConfigError, match="port 0, for any free one, is for"):
         check_endpoint("duck:0")
 
 

@@ -15,7 +15,23 @@ NEEDED = (
     "vllm_duck/**/*.cpp",
     "vllm_duck/**/*.py",
     "protos/**/*",
-    "scripts/*.sh",
+    "scripts/*",
+    "tests/**/*.c",
+    "tests/**/*.cpp",
+    "tests/**/*.py",
+    "benchmarks/**/*.py",
+    "docs/*.md",
+    "examples/*",
+    "Makefile",
+)
+FOLDERS = ("vllm_duck", "protos", "scripts", "tests", "benchmarks", "docs", "examples")
+FILES = (
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "LICENSE",
 )
 
 
@@ -23,9 +39,9 @@ NEEDED = (
 def sdist_names(tmp_path_factory):
     pytest.importorskip("setuptools")
     copy = tmp_path_factory.mktemp("source")
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in FILES:
         shutil.copy(ROOT / name, copy)
-    for name in ("vllm_duck", "protos", "scripts"):
+    for name in FOLDERS:
         ignore = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", "out"]

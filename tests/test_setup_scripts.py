@@ -309,3 +309,28 @@ def import_stream(clone):
         env={**os.environ, "PYTHONPATH": str(clone)},
         text=True,
     ).strip()
+
+
+def extension_names():
+    """As setup.py spells them."""
+    names = re.findall(r'"(vllm_duck\.[a-z.]+\._\w+)"', (ROOT / "setup.py").read_text())
+    assert len(names) == 3
+    return names
+
+
+def test_the_sanitizer_s_copy_has_every_extension():
+    script = (ROOT / "scripts" / "sanitize.sh").read_text()
+    for name in extension_names():
+        assert f" {name.replace('.', '/')}" in script
+
+
+def test_clean_removes_every_extension(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    built = [
+        tmp_path / f"{name.replace('.', '/')}.abi3.so" for name in extension_names()
+    ]
+    for library in built:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
+    subprocess.run(["make", "-s", "clean"], cwd=tmp_path, check=True)
+    assert not any(library.exists() for library in built)

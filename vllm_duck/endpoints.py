@@ -32,16 +32,15 @@ def check_endpoint(endpoint: str, *, is_listening: bool = False) -> str:
             f"an IPv6 address must stand in brackets, as in {shown}, got {endpoint!r}"
         )
     is_host = _HOST_NAME.fullmatch(host) or _is_ipv6(_without_brackets(host))
-    is_port = _PORT.fullmatch(port) and int(port) <= 65535
-    if not is_host or not is_port:
+    if not is_host or not _PORT.fullmatch(port):
         raise DuckConfigError(
             f"an endpoint must be host:port or unix:/path, got {endpoint!r}; correct "
             "it in duck.endpoints, VLLM_DUCK_ENDPOINTS or --listen"
         )
-    if int(port) == 0 and not is_listening:
+    if int(port) > 65535 or (int(port) == 0 and not is_listening):
         raise DuckConfigError(
-            f"an endpoint to connect to must have a port from 1 to 65535, got "
-            f"{endpoint!r}; port 0 is for --listen alone"
+            f"an endpoint must have a port from 1 to 65535, got {endpoint!r}; port 0, "
+            "for any free one, is for --listen alone"
         )
     return endpoint
 

@@ -199,7 +199,7 @@ def test_the_line_of_up_can_be_pasted_whatever_the_directory_is_called(
     [
         (["--listen-dir=/tmp/a,b"], "no comma, since commas separate the endpoints"),
         (["--listen-dir=/" + "x" * 110], "at most 107 bytes, got 117"),
-        (["--first-port=65535"], "must be host:port .*, got '127.0.0.1:65536'"),
+        (["--first-port=65535"], "port from 1 to 65535, got '127.0.0.1:65536'"),
         (["--first-port=7100", "--host=a b"], "must be host:port .*, got 'a b:7100'"),
     ],
 )
