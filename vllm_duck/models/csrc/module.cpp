@@ -1,6 +1,5 @@
-// vllm_duck.models._host: the C++ side of host.py, linear.py, moe.py, attention.py and
-// batch.py, which check shapes, dtypes and layouts: nothing here does. Pointers come as
-// integers (tensor.data_ptr()) or as buffers.
+// vllm_duck.models.cpu._host, for the modules of models/cpu/, which check shapes, dtypes
+// and layouts: nothing here does. Pointers are integers (data_ptr()) or buffers.
 #include "binding.h"
 #include "host.h"
 #include "weights.h"
@@ -378,7 +377,7 @@ PyObject* latent(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
 }  // namespace
 
 PyMODINIT_FUNC PyInit__host() {
-  return make_module("_host", "See vllm_duck.models.host.",
+  return make_module("_host", "See vllm_duck.models.cpu.",
                      {
                          no_args<supported_isas>("supported_isas"),
                          fast<host_new>("host_new"),
