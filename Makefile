@@ -14,8 +14,8 @@ BENCH_FLAGS ?= --quick
 # Each of them takes whole files, in random order, and up to 4 GB with its engines.
 TEST_PROCESSES ?= 2
 
-FRESH ?= absent unreachable present
-FRESH_TESTS ?= 1
+export FRESH ?= absent unreachable present
+export FRESH_TESTS ?= 1
 
 export HF_HUB_OFFLINE ?= 1
 
@@ -34,7 +34,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 fresh:
-	FRESH="$(FRESH)" FRESH_TESTS="$(FRESH_TESTS)" scripts/fresh.sh
+	scripts/fresh.sh
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_FLAGS)

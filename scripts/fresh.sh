@@ -20,7 +20,7 @@ variants=${FRESH:-absent unreachable present}
 export FRESH_TESTS=${FRESH_TESTS:-1}
 work=$PWD/build/fresh
 packages=python3,python3-venv,python3-dev,make,g++,git,ca-certificates
-verdict="" failed=0
+verdict="" failed=0 child=""
 
 main() {
   [ "$(id -u)" = 0 ] ||
@@ -33,7 +33,7 @@ main() {
   [ -n "$(mirror)" ] || apt-get update -qq
   make_base
   trap 'rm -rf "$work"/machine-*' EXIT
-  trap 'exit 130' INT TERM
+  trap 'kill -KILL "$child" 2>/dev/null; exit 130' INT TERM
   for variant in $variants; do try "$variant"; done
   echo
   [ "$failed" = 0 ] && echo "fresh: PASSED in $SECONDS s:$verdict" && return
@@ -65,8 +65,9 @@ try() {
   rm -rf "$work/machine-$variant"
   cp -a "$work/base" "$work/machine-$variant"
   unshare --mount --pid --ipc --fork --kill-child --propagation private \
-    scripts/fresh_machine.sh "$work/machine-$variant" "$variant" ||
-    { result=FAILED; failed=1; }
+    scripts/fresh_machine.sh "$work/machine-$variant" "$variant" &
+  child=$!
+  wait "$child" || { result=FAILED; failed=1; }
   # Out here none of its mounts is seen, so that only the folder goes; it takes a while.
   rm -rf "$work/machine-$variant" &
   verdict+=" $variant $result ($((SECONDS - start_s)) s)"

@@ -11,8 +11,6 @@ variant=$2
 user=newcomer
 home=/home/$user
 clone=$home/vllm_duck
-# The first process of a namespace ignores signals that it does not ask for.
-trap 'exit 130' INT TERM
 
 main() {
   mount_system
