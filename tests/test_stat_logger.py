@@ -55,7 +55,7 @@ def duck_logger(path):
 
 
 def test_metrics_show_what_the_worker_wrote(path, duck_logger):
-    assert b"vllm_duck" not in generate_latest(REGISTRY)
+    assert b"vllm_duck:" not in generate_latest(REGISTRY)
     FiguresFile(path).write(STEPS)
     text = generate_latest(REGISTRY).decode()
     assert "vllm_duck:overlapped_steps_total 10.0" in text
