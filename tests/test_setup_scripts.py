@@ -332,5 +332,11 @@ def test_clean_removes_every_extension(tmp_path):
     for library in built:
         library.parent.mkdir(parents=True, exist_ok=True)
         library.touch()
-    subprocess.run(["make", "-s", "clean"], cwd=tmp_path, check=True)
+    # A `VENV=dir make test` hands its VENV on, and that one must not be cleaned.
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    environ.pop("VENV", None)
+    (tmp_path / "venv").mkdir()
+    command = ["make", "-s", "clean", "VENV=venv"]
+    subprocess.run(command, cwd=tmp_path, env=environ, check=True)
+    assert not (tmp_path / "venv").exists()
     assert not any(library.exists() for library in built)
