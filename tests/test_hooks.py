@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 import vllm_duck
-from vllm_duck import hooks, setup_engine
+from vllm_duck import engine_environ, hooks, setup_engine
 from vllm_duck.config import HAND_OVER_KEY, VARIABLES
 from vllm_duck.errors import DuckError
 
@@ -142,7 +142,7 @@ class _Engine:
 def test_processes_get_time_to_end_where_vllm_gives_none(
     monkeypatch, additional_config, timeout, given
 ):
-    monkeypatch.setenv(hooks.STOP_VARIABLE, "7")
+    monkeypatch.setenv(engine_environ.STOP_VARIABLE, "7")
     engine = _Engine(additional_config)
     hooks._let_the_engine_end(_Engine.stop)(engine, timeout)
     assert engine.seen == [given]

@@ -7,7 +7,8 @@ import pytest
 from vllm.utils import cpu_resource_utils
 
 from tests.test_setup_engine import make_args
-from vllm_duck import hooks, kv_space
+from vllm_duck import engine_environ, hooks, kv_space
+from vllm_duck.engine_environ import RUNNER_VARIABLE
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor import cgroup_memory
 from vllm_duck.executor.cgroup_memory import page_cache_bytes
@@ -22,10 +23,9 @@ from vllm_duck.kv_space import (
     duck_weight_bytes,
     host_weight_bytes,
 )
-from vllm_duck.setup_engine import RUNNER_VARIABLE
 
 GB = 10**9
-CHOSEN = (RUNNER_VARIABLE, hooks.STOP_VARIABLE)
+CHOSEN = (RUNNER_VARIABLE, engine_environ.STOP_VARIABLE)
 # DeepSeek-V3.2 with its MTP layer: 62 layers of 788 bytes a token.
 V32 = Demand(num_requests=256, request_len=131_073, block_len=128, token_bytes=48_856)
 MEMORY = Memory(node=256 * GB, total=256 * GB, host_weights=40 * GB, duck_weights=0)
@@ -37,7 +37,7 @@ def _clean_environment(monkeypatch):
         # Set first: then it is put back even if it was not there.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(hooks, "_chosen", set())
+    monkeypatch.setattr(engine_environ, "_chosen", set())
 
 
 def test_a_share_of_what_the_weights_leave_bounds_it():

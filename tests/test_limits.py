@@ -8,7 +8,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_duck import hooks, setup_engine
+from vllm_duck import engine_environ, hooks
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.limits import LIMITS, check_config
 
@@ -20,9 +20,9 @@ PAGE = (Path(__file__).parent.parent / "docs" / "vllm-options.md").read_text()
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
     monkeypatch.delenv("VLLM_DUCK_ENDPOINTS", raising=False)
-    monkeypatch.setenv(setup_engine.RUNNER_VARIABLE, "0")
-    monkeypatch.delenv(setup_engine.RUNNER_VARIABLE)
-    monkeypatch.setattr(hooks, "_chosen", set())
+    monkeypatch.setenv(engine_environ.RUNNER_VARIABLE, "0")
+    monkeypatch.delenv(engine_environ.RUNNER_VARIABLE)
+    monkeypatch.setattr(engine_environ, "_chosen", set())
 
 
 def make_args(model, **changes):

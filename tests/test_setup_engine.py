@@ -8,7 +8,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_duck import hooks, setup_engine
+from vllm_duck import engine_environ, hooks, setup_engine
 from vllm_duck.config import DuckConfig, HandOver
 from vllm_duck.errors import DuckCheckpointError, DuckConfigError
 
@@ -18,10 +18,10 @@ hooks.install_hooks()
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
     monkeypatch.delenv("VLLM_DUCK_ENDPOINTS", raising=False)
-    for variable in (setup_engine.RUNNER_VARIABLE, hooks.STOP_VARIABLE):
+    for variable in (engine_environ.RUNNER_VARIABLE, engine_environ.STOP_VARIABLE):
         monkeypatch.setenv(variable, "0")
         monkeypatch.delenv(variable)
-    monkeypatch.setattr(hooks, "_chosen", set())
+    monkeypatch.setattr(engine_environ, "_chosen", set())
 
 
 def make_args(model, duck=(), additional_config=(), **changes):
@@ -251,7 +251,7 @@ def test_the_method_with_another_architecture_is_refused(tiny_v3_model):
 
 
 def test_the_v2_runner_is_refused(tiny_model, monkeypatch):
-    monkeypatch.setenv(setup_engine.RUNNER_VARIABLE, "1")
+    monkeypatch.setenv(engine_environ.RUNNER_VARIABLE, "1")
     with pytest.raises(DuckConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0, got '1'"):
         make_args(tiny_model).create_engine_config()
 
@@ -289,7 +289,7 @@ def test_a_refusal_leaves_no_trace(tiny_model, tmp_path):
 
     def trace():
         model = ModelRegistry.models["DeepseekV32ForCausalLM"].module_name
-        return os.environ.get(setup_engine.RUNNER_VARIABLE), model
+        return os.environ.get(engine_environ.RUNNER_VARIABLE), model
 
     make_args(tiny_model, duck=None).create_engine_config()
     before = trace()
@@ -320,16 +320,16 @@ def test_a_refusal_leaves_an_earlier_engine_with_ducks_alone(tiny_model):
     make_args(tiny_model).create_engine_config()
     with pytest.raises(ValueError, match="max_num_seqs"):
         make_args(tiny_model, max_num_seqs=0).create_engine_config()
-    assert os.environ[setup_engine.RUNNER_VARIABLE] == "0"
+    assert os.environ[engine_environ.RUNNER_VARIABLE] == "0"
     make_args(tiny_model, duck=None).create_engine_config()
-    assert setup_engine.RUNNER_VARIABLE not in os.environ
+    assert engine_environ.RUNNER_VARIABLE not in os.environ
 
 
 def test_a_user_s_own_choice_of_the_runner_stays(tiny_model, monkeypatch):
-    monkeypatch.setenv(setup_engine.RUNNER_VARIABLE, "0")
+    monkeypatch.setenv(engine_environ.RUNNER_VARIABLE, "0")
     make_args(tiny_model).create_engine_config()
     make_args(tiny_model, duck=None).create_engine_config()
-    assert os.environ[setup_engine.RUNNER_VARIABLE] == "0"
+    assert os.environ[engine_environ.RUNNER_VARIABLE] == "0"
 
 
 def test_experts_that_no_duck_reads_are_refused_before_anything_loads(

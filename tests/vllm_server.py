@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.waiting import WAIT_S, wait_until
-from vllm_duck.hooks import STOP_VARIABLE
+from vllm_duck.engine_environ import STOP_VARIABLE
 
 BIN = Path(sys.executable).parent
 MARK = "DUCK_TEST_MARK"

@@ -19,18 +19,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_duck import VLLM_VERSION
+from vllm_duck import VLLM_VERSION, engine_environ
 from vllm_duck.config import VARIABLES, is_duck_engine
 from vllm_duck.ending import stop_in_order
 from vllm_duck.errors import DuckError
 
-# Seconds that vLLM waits for its processes to end: a duck gives its memory back, an
-# interpreter with torch takes seconds to end. vLLM's 5 are too few on a busy machine.
-STOP_VARIABLE = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
-STOP_S = "60"
 _TAG = "_duck_original"
-# Environment variables that were not set until an engine with ducks needed them.
-_chosen: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, usage_context, headless)
         resolved = setup_engine.resolve(config, self, os.environ)
         args = setup_engine.rewrite(self, resolved)
-        with _choices(os.environ), _safe_path(os.environ):
+        with _choices(os.environ), engine_environ.safe_path(os.environ):
             vllm_config = original(args, usage_context, headless)
             setup_engine.check(vllm_config)
             kv_space.set_default(vllm_config)
@@ -125,35 +119,13 @@ def _choices(environ: MutableMapping[str, str]) -> Iterator[None]:
 
     Undone if what follows fails, unless an engine with ducks was configured before.
     """
-    from vllm_duck.setup_engine import RUNNER_VARIABLE
-
-    is_first = not _chosen
-    for name, value in ((RUNNER_VARIABLE, "0"), (STOP_VARIABLE, STOP_S)):
-        if name not in environ:
-            environ[name] = value
-            _chosen.add(name)
+    is_first = engine_environ.choose(environ)
     try:
         yield
     except BaseException:
         if is_first:
             _restore_stock(environ)
         raise
-
-
-@contextmanager
-def _safe_path(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Keep the working directory off the path of what vLLM starts meanwhile.
-
-    A `python -m` or `-c` would import a user's queue.py or signal.py, not Python's.
-    """
-    before = environ.get("PYTHONSAFEPATH")
-    environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        del environ["PYTHONSAFEPATH"]
-        if before is not None:
-            environ["PYTHONSAFEPATH"] = before
 
 
 def _start_off_the_cwd(
@@ -164,7 +136,7 @@ def _start_off_the_cwd(
     def start(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         has_ducks = is_duck_engine(given["vllm_config"])
-        with _safe_path(os.environ) if has_ducks else nullcontext():
+        with engine_environ.safe_path(os.environ) if has_ducks else nullcontext():
             original(self, *args, **kwargs)
 
     return start
@@ -302,8 +274,7 @@ def _restore_stock(environ: MutableMapping[str, str]) -> None:
 
     from vllm_duck.setup_engine import MODEL_CLASSES
 
-    while _chosen:
-        environ.pop(_chosen.pop(), None)
+    engine_environ.unset(environ)
     registered = config_model._REGISTERED_MODEL_CLASS_OVERRIDES
     for architecture, model_class in MODEL_CLASSES.items():
         if (architecture, model_class) not in registered:

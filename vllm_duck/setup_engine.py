@@ -24,6 +24,7 @@ from vllm_duck.config import (
     HandOver,
     environment_endpoints,
 )
+from vllm_duck.engine_environ import RUNNER_VARIABLE
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.security import ClientSecurity
@@ -43,7 +44,6 @@ MODEL_CLASS = "vllm_duck.models.deepseek_v32:DeepseekV32ForCausalLM"
 MTP_ARCHITECTURE = "DeepseekV32MTPModel"
 MTP_CLASS = "vllm_duck.models.mtp:DeepseekV32Mtp"
 MODEL_CLASSES = {ARCHITECTURE: MODEL_CLASS, MTP_ARCHITECTURE: MTP_CLASS}
-RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 _KV_DTYPES = {
     "auto": "fp8",
