@@ -51,6 +51,8 @@ def _fresh_process() -> ProcessPoolExecutor:
 
 
 _held: list[Any] = []
+# One entry per open block of `closing_engines`.
+_closing: list[bool] = []
 
 
 def _hold(make: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -88,7 +90,14 @@ def closing_engines() -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(_restore_process, _ProcessState.of_now())
         undo.callback(_end_engines)
+        undo.callback(_closing.pop)
+        _closing.append(True)
         yield
+
+
+def will_be_closed() -> bool:
+    """Whether engines of this process are within a block of `closing_engines`."""
+    return bool(_closing)
 
 
 def _end_engines() -> None:

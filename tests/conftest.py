@@ -35,6 +35,20 @@ def engines() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _environ() -> Iterator[None]:
+    """What vLLM sets for itself is not what the next module's processes start with."""
+    before = _vllm_environ()
+    yield
+    for name in _vllm_environ():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _vllm_environ() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k.startswith("VLLM_")}
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     """A test draws the same numbers whatever ran before it."""

@@ -55,7 +55,7 @@ def test_a_failing_module_leaves_the_next_one_alone(tiny_model, tmp_path):
     (tmp_path / "test_second.py").write_text(PASSING)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = last")
     # Not what engines of this process have set.
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_USE")}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:randomly"]
         + ["-p", "no:cacheprovider", "-c", tmp_path / "pytest.ini", "-rfp", tmp_path],

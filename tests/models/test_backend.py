@@ -32,7 +32,7 @@ def test_nothing_but_the_choice_of_the_backend_names_the_cpu_s():
 
 
 @pytest.fixture(scope="module")
-def cpu(tiny_model):
+def cpu(engines, tiny_model):
     return start(tiny_model, speculates=False)
 
 

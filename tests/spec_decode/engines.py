@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.engines import start_engine
+from benchmarks.engines import start_engine, will_be_closed
 from training.tokenizer import prompt
 from vllm_duck.spec_decode.lanes.policy import LanePolicy
 
@@ -40,6 +40,7 @@ def start(model_dir: Path, *, speculates: bool, **options: Any):
     Which way is quicker depends on the machine. This one always drafts, and always runs
     in lanes where a step can be divided: `lanes_are` chooses for a while.
     """
+    assert will_be_closed(), "whoever starts an engine asks for the fixture `engines`"
     if speculates:
         options["speculative_config"] = dict(MTP1)
     llm = start_engine(
