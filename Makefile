@@ -44,7 +44,7 @@ proto: $(READY)
 
 venv: $(READY)
 
-$(READY): setup.py scripts/setup_venv.sh $(wildcard vllm_duck/*/csrc/* vllm_duck/*/csrc/*/*)
+$(READY): setup.py scripts/setup_venv.sh $(wildcard vllm_duck/csrc/*/* vllm_duck/csrc/*/*/*)
 	PYTHON=$(PYTHON) scripts/setup_venv.sh $(VENV)
 	touch $@
 

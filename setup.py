@@ -14,24 +14,26 @@ INIT = (ROOT / "vllm_duck" / "__init__.py").read_text()
 VERSION = re.search(r'__version__ = "(.+)"', INIT)[1]
 VLLM = re.search(r'VLLM_VERSION = "(.+)"', INIT)[1]
 
-DUCK_CSRC = "vllm_duck/executor/csrc"
-STREAM_CSRC = "vllm_duck/executor/csrc/stream"
-HOST_CSRC = "vllm_duck/models/csrc"
+CSRC = "vllm_duck/csrc"
 
 # nghttp2's packages, unpacked by who may not install them: scripts/get_nghttp2.sh.
 UNPACKED_NGHTTP2 = ROOT / os.environ.get("VLLM_DUCK_NGHTTP2", "build/nghttp2")
 
 
-def files(folder, pattern):
-    return sorted(f"{folder}/{path.name}" for path in (ROOT / folder).glob(pattern))
+def files(folder, suffix):
+    """The sources below a folder of CSRC, relative to ROOT as setuptools wants them."""
+    found = (ROOT / CSRC / folder).rglob(f"*{suffix}")
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
-def extension(name, sources, folders, libraries=()):
+def extension(name, folder, others, libraries=()):
+    """All sources of a folder, and the others that it shares with an extension."""
     return Extension(
         name,
-        sources=sources,
-        depends=[header for folder in folders for header in files(folder, "*.h")],
-        include_dirs=folders,
+        sources=files(folder, ".cpp") + [f"{CSRC}/{other}" for other in others],
+        depends=files("", ".h"),
+        # Includes name the folder: "base/pool.h".
+        include_dirs=[CSRC],
         libraries=list(libraries),
         # The stable ABI of 3.11: one build serves every later CPython.
         define_macros=[("Py_LIMITED_API", "0x030B0000")],
@@ -63,24 +65,20 @@ def extension(name, sources, folders, libraries=()):
 # With the codec of the native stream, for grpcio's calls.
 KERNEL = extension(
     "vllm_duck.executor._kernel",
-    [
-        *files(DUCK_CSRC, "*.cpp"),
-        f"{STREAM_CSRC}/payload.cpp",
-        f"{STREAM_CSRC}/proto.cpp",
-    ],
-    [DUCK_CSRC, STREAM_CSRC],
+    "duck",
+    ["base/crc32c.cpp", "base/pool.cpp", "stream/payload.cpp", "stream/proto.cpp"],
 )
 # The host's layers share the ducks' thread pool and vector headers.
 HOST = extension(
     "vllm_duck.models.cpu._host",
-    [*files(HOST_CSRC, "*.cpp"), f"{DUCK_CSRC}/pool.cpp"],
-    [HOST_CSRC, DUCK_CSRC],
+    "host",
+    ["base/arena.cpp", "base/huge_pages.cpp", "base/pool.cpp"],
 )
 # An extension of its own, so that the kernel works without nghttp2.
 STREAM = extension(
     "vllm_duck.executor._stream",
-    [*files(STREAM_CSRC, "*.cpp"), f"{DUCK_CSRC}/crc32c.cpp"],
-    [STREAM_CSRC, DUCK_CSRC],
+    "stream",
+    ["base/crc32c.cpp"],
     ["nghttp2"],
 )
 
@@ -194,7 +192,9 @@ setup(
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     entry_points={
         "vllm.general_plugins": ["duck = vllm_duck:register"],
-        "vllm.stat_logger_plugins": ["duck = vllm_duck.stat_logger:DuckStatLogger"],
+        "vllm.stat_logger_plugins": [
+            "duck = vllm_duck.metrics.stat_logger:DuckStatLogger"
+        ],
         "console_scripts": ["vllm-duck = vllm_duck.cli:main"],
     },
 )

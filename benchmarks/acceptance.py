@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.common import MODEL_DIR, Result, main
-from benchmarks.engines import in_fresh_process, start_engine
+from testing.engines import in_fresh_process, start_engine
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 NUM_TOKENS, NUM_TOKENS_QUICK = 2400, 500
@@ -193,7 +193,7 @@ def measure_stock(
     """
     import torch
 
-    from benchmarks.oracle import write_dequantized
+    from testing.oracle import write_dequantized
 
     with tempfile.TemporaryDirectory() as directory:
         write_dequantized(

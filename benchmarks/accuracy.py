@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import MODEL_DIR, Result, main
-from benchmarks.engines import duck_logits, in_fresh_process
-from benchmarks.texts import teacher_forced_texts
+from testing.engines import duck_logits, in_fresh_process
+from testing.texts import teacher_forced_texts
 
 # Of logits [T, vocab] against exact ones.
 Measure = Callable[[np.ndarray, np.ndarray], float]
@@ -104,7 +104,7 @@ def transformers_logits(
     """Teacher-forced logits in fp32 and in bf16, [T, vocab] fp32 per sequence."""
     import torch
 
-    from benchmarks.oracle import load_transformers, write_dequantized
+    from testing.oracle import load_transformers, write_dequantized
 
     results = []
     for dtype in (torch.float32, torch.bfloat16):

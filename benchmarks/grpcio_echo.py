@@ -16,13 +16,13 @@ from contextlib import contextmanager
 import grpc
 
 from benchmarks.common import end_with_parent, running, serve
-from vllm_duck.executor.cpus import (
+from vllm_duck.executor.duck import FanOut, InFlight, MoeRequest, MoeSum
+from vllm_duck.executor.system.cpus import (
     allowed_cpus,
     run_on_cpus,
     set_thread_cpus,
     thread_cpus,
 )
-from vllm_duck.executor.duck import FanOut, InFlight, MoeRequest, MoeSum
 
 _SERVICE, _METHOD = "echo", "Echo"
 

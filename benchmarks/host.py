@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import DeepseekV32Config
 
 from benchmarks.common import MODEL_DIR, Result, main
-from tests.models import torch_host
-from tests.models.conftest import BLOCK_SIZE, PagedWorld, make_batch
+from testing import torch_host
+from testing.paged_world import BLOCK_SIZE, PagedWorld, make_batch
 from vllm_duck.executor.duck import CallTimes, MoeRequest, MoeSum
 from vllm_duck.models.backend import run_layers
 from vllm_duck.models.batch import AttentionBatch

@@ -31,7 +31,7 @@ from benchmarks.kernel_work import (
     bf16_rows,
     load_layer,
 )
-from vllm_duck.executor.kernel import MoeKernel, supported_isas
+from vllm_duck.executor.compute.kernel import MoeKernel, supported_isas
 
 PREFILL_EXPERTS = 256
 

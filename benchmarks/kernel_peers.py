@@ -15,7 +15,7 @@ from benchmarks.kernel_work import (
     timed_routing,
     timed_sweep,
 )
-from vllm_duck.executor.kernel import BLOCK, supported_isas
+from vllm_duck.executor.compute.kernel import BLOCK, supported_isas
 
 
 class Peers:

@@ -6,8 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_duck.executor.cpus import physical_cores
-from vllm_duck.executor.kernel import BLOCK, LayerWeights, MoeKernel, supported_isas
+from vllm_duck.executor.compute.kernel import (
+    BLOCK,
+    LayerWeights,
+    MoeKernel,
+    supported_isas,
+)
+from vllm_duck.executor.system.cpus import physical_cores
 
 HIDDEN = 7168
 TOPK = 8

@@ -20,11 +20,11 @@ import numpy as np
 
 from benchmarks.common import Result, main
 from vllm_duck.executor.duck import ModelSummary
-from vllm_duck.executor.process import resident_bytes
-from vllm_duck.executor.shards import ShardPlan
-from vllm_duck.executor.split_format import LayerLayout, Manifest, config_record
-from vllm_duck.executor.split_loader import SplitDirectory
-from vllm_duck.executor.whole_files import LayerFile, write_whole
+from vllm_duck.executor.split.format import LayerLayout, Manifest, config_record
+from vllm_duck.executor.split.loader import SplitDirectory
+from vllm_duck.executor.split.whole_files import LayerFile, write_whole
+from vllm_duck.executor.system.process import resident_bytes
+from vllm_duck.executor.weights.plan import ShardPlan
 
 HIDDEN_SIZE = 7168
 NUM_COLUMNS = 64

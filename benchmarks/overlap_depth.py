@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import Result
-from benchmarks.engines import in_fresh_process
 from benchmarks.grpcio_echo import echoed
 from benchmarks.overlap_engine import (
     MTP1,
@@ -16,6 +15,7 @@ from benchmarks.overlap_engine import (
     one_duck,
     one_duck_settings,
 )
+from testing.engines import in_fresh_process
 from vllm_duck.executor.duck import FanOut
 from vllm_duck.executor.fleet import Fleet
 

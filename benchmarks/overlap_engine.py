@@ -11,16 +11,16 @@ import numpy as np
 
 from benchmarks.acceptance import make_prompts
 from benchmarks.common import MODEL_DIR
-from benchmarks.engines import start_engine
-from vllm_duck.executor.checkpoint import Checkpoint
+from testing.engines import start_engine
+from vllm_duck.executor.compute.kernel import MoeKernel
 from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.in_process import InProcessDuck
-from vllm_duck.executor.kernel import MoeKernel
-from vllm_duck.executor.loader import load_shard
-from vllm_duck.executor.local import LocalDucks
-from vllm_duck.executor.shard_moe import ShardMoe
-from vllm_duck.executor.transport import Transport
+from vllm_duck.executor.serve.local import LocalDucks
+from vllm_duck.executor.serve.shard_moe import ShardMoe
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.weights.loader import load_shard
+from vllm_duck.executor.wire.transport import Transport
 from vllm_duck.spec_decode.lanes.times import Overlap, OverlapMeter
 
 MTP1 = {"method": "duck_mtp1"}

@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import Result
-from benchmarks.engines import Held, held_in_process, in_fresh_process
 from benchmarks.overlap_engine import MTP1, NUM_TURNS, Engine, one_duck_settings
 from benchmarks.random_model import WIDE, write_random_model
+from testing.engines import Held, held_in_process, in_fresh_process
 
 # What an engine is told before its turn, if anything.
 _MODES: dict[str, tuple[Any, ...]] = {
@@ -101,7 +101,7 @@ def beside_stock(model_dir: Path, dense_dir: Path, num_tokens: int) -> Iterator[
 def write_dense(model_dir: Path, dense_dir: Path) -> None:
     import torch
 
-    from benchmarks.oracle import write_dequantized
+    from testing.oracle import write_dequantized
 
     write_dequantized(
         model_dir, dense_dir, torch.bfloat16, as_dense_v3=True, with_mtp=True

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import end_with_parent, running, serve
-from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.cpus import set_thread_cpus, thread_cpus
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
     DuckInfo,
     Shard,
 )
-from vllm_duck.executor.native_server import NativeDuckServer
-from vllm_duck.executor.process import resident_bytes
-from vllm_duck.executor.security import ServerSecurity
+from vllm_duck.executor.native.server import NativeDuckServer
+from vllm_duck.executor.system.cpus import set_thread_cpus, thread_cpus
+from vllm_duck.executor.system.process import resident_bytes
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.wire.security import ServerSecurity
 
 _PR_SET_TIMERSLACK = 29
 
@@ -69,7 +69,7 @@ def paced_duck(
 
 
 class _ForwardCall(ctypes.Structure):
-    """As in csrc/compute.h."""
+    """As in csrc/base/compute.h."""
 
     _fields_ = (
         ("layer_idx", ctypes.c_uint32),

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import MODEL_DIR, Result, main, percentiles
-from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.fleet import Fleet
-from vllm_duck.executor.local import LocalDucks
+from vllm_duck.executor.serve.local import LocalDucks
+from vllm_duck.executor.weights.checkpoint import Checkpoint
 
 NUM_DUCKS = 2
 NUM_TOPK = 4

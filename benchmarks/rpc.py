@@ -19,9 +19,9 @@ import numpy as np
 
 from benchmarks.common import Result, main
 from benchmarks.raw_tcp import RawTcp, load
-from vllm_duck.executor.cpus import set_thread_cpus, thread_cpus
 from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.fleet import Fleet
+from vllm_duck.executor.system.cpus import set_thread_cpus, thread_cpus
 
 HIDDEN_SIZE = 7168
 NUM_TOPK = 8
@@ -283,7 +283,7 @@ def _serve(kind: str, cpus: set[int]) -> None:
     set_thread_cpus(cpus)
     if kind == "raw":
         load().raw_serve()
-    from tests.executor.wire_peers import serving
+    from testing.wire_peers import serving
 
     with serving(kind) as server:
         print(server.endpoint.rpartition(":")[2], flush=True)

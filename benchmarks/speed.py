@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import MODEL_DIR, Result, main
-from benchmarks.engines import engine_speed, in_fresh_process, transformers_speed
+from testing.engines import engine_speed, in_fresh_process, transformers_speed
 
 PROMPT_TOKENS = 1024
 VOCAB = range(16, 2000)
@@ -73,7 +73,7 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
 def write_peers(model_dir: Path, directory: Path) -> None:
     import torch
 
-    from benchmarks.oracle import write_dequantized
+    from testing.oracle import write_dequantized
 
     write_dequantized(model_dir, directory / "v32", torch.bfloat16)
     write_dequantized(model_dir, directory / "v3", torch.bfloat16, as_dense_v3=True)

@@ -17,11 +17,11 @@ import numpy as np
 
 from benchmarks.accuracy import agreement
 from benchmarks.common import MODEL_DIR, Result, main
-from benchmarks.engines import duck_logits, in_fresh_process
-from benchmarks.texts import teacher_forced_texts
-from vllm_duck.executor.checkpoint import Checkpoint
+from testing.engines import duck_logits, in_fresh_process
+from testing.texts import teacher_forced_texts
 from vllm_duck.executor.duck import REQUANTIZED_FORMATS, Shard
-from vllm_duck.executor.loader import shard_bytes
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.weights.loader import shard_bytes
 
 
 def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:

@@ -16,7 +16,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_duck.executor.cpus import physical_cores
+from vllm_duck.executor.system.cpus import physical_cores
 
 if TYPE_CHECKING:
     from vllm import LLM

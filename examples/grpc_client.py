@@ -14,7 +14,7 @@ import numpy as np
 try:
     from duck.v1 import duck_pb2
 except ImportError:  # in a checkout: the committed copy
-    from vllm_duck.executor import duck_pb2
+    from vllm_duck.executor.wire import duck_pb2
 
 MAX_MESSAGE_BYTES = 256 << 20
 

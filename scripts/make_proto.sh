@@ -1,5 +1,5 @@
 #!/bin/sh
-# Regenerates vllm_duck/executor/duck_pb2*.py[i] from protos/duck/v1/duck.proto.
+# Regenerates vllm_duck/executor/wire/duck_pb2*.py[i] from protos/duck/v1/duck.proto.
 #
 #   scripts/make_proto.sh [OUTPUT_ROOT]     OUTPUT_ROOT defaults to the repository
 #   BIN=.venv/bin scripts/make_proto.sh
@@ -12,7 +12,7 @@ set -eu
 cd "$(dirname "$0")/.."
 output_root="${1:-.}"
 "${BIN:+$BIN/}python" -m grpc_tools.protoc \
-    -Ivllm_duck/executor=protos/duck/v1 \
+    -Ivllm_duck/executor/wire=protos/duck/v1 \
     --python_out="$output_root" \
     --pyi_out="$output_root" \
     --grpc_python_out="$output_root" \

@@ -38,7 +38,7 @@ cxx=${CXX:-g++}
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 git ls-files -co --exclude-standard -- setup.py pyproject.toml README.md vllm_duck tests \
-  examples | tar -c -T - --ignore-failed-read | tar -x -C "$copy"
+  testing examples | tar -c -T - --ignore-failed-read | tar -x -C "$copy"
 for built in vllm_duck/executor/_kernel vllm_duck/executor/_stream \
   vllm_duck/models/cpu/_host; do
   cp "$built.abi3.so" "$copy/$built.abi3.so"
@@ -68,8 +68,8 @@ export TSAN_OPTIONS="suppressions=$copy/tsan.supp ${TSAN_OPTIONS:-}" PYTHONPATH=
 export VLLM_DUCK_FUZZ_SESSIONS=${VLLM_DUCK_FUZZ_SESSIONS:-3000}
 # ThreadSanitizer does not survive a fork beside grpcio's threads, as these tests need.
 skipped=
-[ "$sanitizer" = address ] || skipped="--deselect=tests/executor/test_wire_faults.py::test_a_duck_that_is_killed_in_mid_call_is_unavailable_at_once"
+[ "$sanitizer" = address ] || skipped="--deselect=tests/executor/wire/test_wire_faults.py::test_a_duck_that_is_killed_in_mid_call_is_unavailable_at_once"
 # shellcheck disable=SC2046,SC2086
 LD_PRELOAD="$("$cxx" -print-file-name=$library) $("$cxx" -print-file-name=libstdc++.so)" \
   "$python" -m pytest -p no:cacheprovider --capture=sys \
-  $skipped $(printf 'tests/executor/test_%s.py ' $tests) "$@"
+  $skipped $(printf 'tests/executor/*/test_%s.py ' $tests) "$@"

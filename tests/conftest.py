@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import failing_memory as failing_memory_library
+from testing import failing_memory as failing_memory_library
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Nobody listens: tests must not wait for a usage report to fail.
@@ -29,7 +29,7 @@ def tiny_model() -> Path:
 @pytest.fixture(scope="module")
 def engines() -> Iterator[None]:
     """For modules that start engines in this process: they end with the module."""
-    from benchmarks.engines import closing_engines
+    from testing.engines import closing_engines
 
     with closing_engines():
         yield
@@ -79,7 +79,7 @@ def tiny_v3_model(tiny_model, tmp_path_factory) -> Path:
     """The same weights as a dense DeepSeek-V3 in bf16, which stock vLLM serves."""
     import torch
 
-    from benchmarks.oracle import write_dequantized
+    from testing.oracle import write_dequantized
 
     out_dir = tmp_path_factory.mktemp("tiny-v3")
     return write_dequantized(tiny_model, out_dir, torch.bfloat16, as_dense_v3=True)
@@ -103,5 +103,5 @@ def hostile_directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def failing_memory(tmp_path_factory) -> Path:
-    """The library of tests/failing_memory.py, compiled."""
+    """The library of testing/failing_memory.py, compiled."""
     return failing_memory_library.build(tmp_path_factory.mktemp("failing-memory"))

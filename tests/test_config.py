@@ -121,7 +121,7 @@ def test_no_other_module_names_the_package_s_variables():
         ("vllm_duck", ("torch", "vllm", "grpc")),
         ("vllm_duck.config", ("torch", "vllm", "grpc", "vllm_duck.executor")),
         ("vllm_duck.executor.duck", ("torch", "vllm", "grpc", "vllm_duck.models")),
-        ("vllm_duck.executor.server", ("torch", "vllm", "vllm_duck.models")),
+        ("vllm_duck.executor.grpcio.server", ("torch", "vllm", "vllm_duck.models")),
         ("vllm_duck.executor.fleet", ("torch", "vllm", "vllm_duck.models")),
         ("vllm_duck.cli", ("torch", "vllm", "vllm_duck.models")),
         # Both at once: an interpreter that imports vLLM takes seconds.

@@ -11,8 +11,8 @@ from vllm_duck.endpoints import (
     split_host_port,
 )
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.executor.client import GrpcDuck
-from vllm_duck.executor.security import ServerSecurity
+from vllm_duck.executor.grpcio.client import GrpcDuck
+from vllm_duck.executor.wire.security import ServerSecurity
 
 
 @pytest.mark.parametrize(

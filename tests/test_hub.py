@@ -4,7 +4,7 @@ import huggingface_hub
 import pytest
 import vllm
 
-from tests.test_setup_engine import make_args
+from testing.engine_args import make_args
 from vllm_duck import setup_engine
 from vllm_duck.config import DuckConfig
 from vllm_duck.errors import DuckConfigError

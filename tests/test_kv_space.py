@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 from vllm.utils import cpu_resource_utils
 
-from tests.test_setup_engine import make_args
+from testing.engine_args import make_args
 from vllm_duck import engine_environ, hooks, kv_space
 from vllm_duck.engine_environ import RUNNER_VARIABLE
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.executor import cgroup_memory
-from vllm_duck.executor.cgroup_memory import page_cache_bytes
-from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.loader import shard_bytes
-from vllm_duck.executor.shards import ShardPlan
+from vllm_duck.executor.system import cgroup_memory
+from vllm_duck.executor.system.cgroup_memory import page_cache_bytes
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.weights.loader import shard_bytes
+from vllm_duck.executor.weights.plan import ShardPlan
 from vllm_duck.kv_space import (
     _PROCESS_BYTES,
     Demand,

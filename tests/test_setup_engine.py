@@ -5,9 +5,10 @@ import json
 import os
 
 import pytest
-from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from testing.engine_args import make_args
 from vllm_duck import engine_environ, hooks, setup_engine
 from vllm_duck.config import DuckConfig, HandOver
 from vllm_duck.errors import DuckCheckpointError, DuckConfigError
@@ -22,15 +23,6 @@ def _clean_environment(monkeypatch):
         monkeypatch.setenv(variable, "0")
         monkeypatch.delenv(variable)
     monkeypatch.setattr(engine_environ, "_chosen", set())
-
-
-def make_args(model, duck=(), additional_config=(), **changes):
-    additional = {} if duck is None else {"duck": {} if duck == () else duck}
-    return EngineArgs(
-        model=str(model),
-        additional_config={**additional, **dict(additional_config)},
-        **{"max_model_len": 512, **changes},
-    )
 
 
 def test_duck_sets_its_worker_loader_and_model(tiny_model):

@@ -252,7 +252,7 @@ def page_cache_is_free() -> Iterator[None]:
     """
     from vllm.utils import cpu_resource_utils
 
-    from vllm_duck.executor.cgroup_memory import page_cache_bytes
+    from vllm_duck.executor.system.cgroup_memory import page_cache_bytes
 
     original = cpu_resource_utils.get_cgroup_memory_usage
 

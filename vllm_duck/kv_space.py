@@ -20,8 +20,8 @@ from vllm.utils.cpu_resource_utils import (
 
 from vllm_duck.config import DuckConfig, HandOver
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import REQUANTIZED_FORMATS
+from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.hooks import page_cache_is_free
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_format import IndexFormat, LatentFormat

@@ -14,7 +14,6 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_duck import figures
 from vllm_duck.config import (
     ENDPOINTS_VARIABLE,
     HAND_OVER_KEY,
@@ -26,8 +25,8 @@ from vllm_duck.config import (
 )
 from vllm_duck.engine_environ import RUNNER_VARIABLE
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.security import ClientSecurity
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.wire.security import ClientSecurity
 from vllm_duck.hub import local_model
 from vllm_duck.limits import (
     LOAD_FORMAT,
@@ -36,6 +35,7 @@ from vllm_duck.limits import (
     check_config,
     one_of,
 )
+from vllm_duck.metrics import figures
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.spec_decode import method
 

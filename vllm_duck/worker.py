@@ -9,13 +9,13 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_duck.config import DuckConfig, HandOver
-from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.fleet import Fleet
-from vllm_duck.executor.local import LocalDucks
-from vllm_duck.executor.process import resident_bytes
-from vllm_duck.executor.security import ClientSecurity
-from vllm_duck.figures import FiguresWriter
+from vllm_duck.executor.serve.local import LocalDucks
+from vllm_duck.executor.system.process import resident_bytes
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.wire.security import ClientSecurity
 from vllm_duck.hooks import page_cache_is_free, using_model_runner
+from vllm_duck.metrics.figures import FiguresWriter
 from vllm_duck.spec_decode.runner import DuckModelRunner
 from vllm_duck.vllm_seams import check_seams
 

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 import pytest
 
 import vllm_duck
-from tests.executor.mini_model import make_mini_model, make_request
-from tests.waiting import WAIT_S, is_running, wait_until
+from testing.mini_model import make_mini_model, make_request
+from testing.waiting import WAIT_S, is_running, wait_until
 from vllm_duck.cli import main, options
 from vllm_duck.cli.stopping import StopRequest
-from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.fleet import Fleet
-from vllm_duck.executor.shards import ShardPlan
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.weights.plan import ShardPlan
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 

@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
-from tests.executor.mini_model import make_mini_model, make_request
+from testing.mini_model import make_mini_model, make_request
 from vllm_duck.cli import main
 from vllm_duck.cli import split as split_command
-from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.fleet import Fleet
-from vllm_duck.executor.shards import ShardPlan
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.weights.plan import ShardPlan
 
 
 @pytest.fixture(scope="module")

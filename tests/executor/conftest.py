@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.executor.mini_model import MiniModel, make_mini_model
-from tests.waiting import WAIT_S
-from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.client import GrpcDuck
-from vllm_duck.executor.kernel import MoeKernel, supported_isas
+from testing.mini_model import MiniModel, make_mini_model
+from testing.waiting import WAIT_S
+from vllm_duck.executor.compute.kernel import MoeKernel, supported_isas
+from vllm_duck.executor.grpcio.client import GrpcDuck
+from vllm_duck.executor.weights.checkpoint import Checkpoint
 
 
 @pytest.fixture(params=["bf16", "e4m3-block128"])

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from tests.executor.mini_model import make_info, make_request, make_summary
-from tests.waiting import WAIT_S
+from testing.mini_model import make_info, make_request, make_summary
+from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
 from vllm_duck.executor import fleet as fleet_module
-from vllm_duck.executor.bf16 import bf16_to_f32, f32_to_bf16
 from vllm_duck.executor.duck import MoeReply, Shard
 from vllm_duck.executor.fleet import Fleet
+from vllm_duck.executor.grpcio.server import DuckServer
 from vllm_duck.executor.in_process import InProcessDuck
-from vllm_duck.executor.server import DuckServer
+from vllm_duck.executor.wire.bf16 import bf16_to_f32, f32_to_bf16
 
 HALVES = (Shard(0, 80, 0, 4), Shard(80, 160, 0, 4))
 

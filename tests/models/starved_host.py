@@ -1,11 +1,11 @@
 """Lets each large allocation of a linear fail in turn: in the caller, in its threads.
 
-Run by test_out_of_memory.py under the library of tests/failing_memory.py.
+Run by test_out_of_memory.py under the library of testing/failing_memory.py.
 """
 
 import torch
 
-from tests.failing_memory import MAIN_THREAD, OTHER_THREADS, failing, num_failures
+from testing.failing_memory import MAIN_THREAD, OTHER_THREADS, failing, num_failures
 from vllm_duck.models.cpu.linear import Linear
 from vllm_duck.models.cpu.threads import using
 from vllm_duck.models.packing import finish_loading

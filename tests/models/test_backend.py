@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.torch_backend import TorchBackend
-from tests.spec_decode.engines import ask, make_prompts, runner_of, start
+from testing.answers import ask, make_prompts, runner_of, start
+from testing.torch_backend import TorchBackend
 from vllm_duck.spec_decode.lanes.policy import LanePolicy
 
 ROOT = Path(__file__).parent.parent.parent / "vllm_duck"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.conftest import make_batch
-from tests.models.test_attention import make_config, make_pair
+from testing.attention_pair import make_config, make_pair
+from testing.paged_world import make_batch
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.executor.duck import CallTimes, MoeSum
 from vllm_duck.models.cpu.linear import Mlp

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models import torch_host
-from tests.models.conftest import BLOCK_SIZE, make_batch, run_attention
-from tests.models.test_attention import TOPK, make_config, make_pair
+from testing import torch_host
+from testing.attention_pair import TOPK, make_config, make_pair
+from testing.paged_world import BLOCK_SIZE, make_batch, run_attention
+from testing.torch_host import numpy_bits
 from vllm_duck.errors import DuckConfigError, DuckShapeError
-from vllm_duck.executor import cpus
+from vllm_duck.executor.system import cpus
 from vllm_duck.models.cpu import _host, threads
 from vllm_duck.models.cpu.linear import Linear, Mlp, Norm
 from vllm_duck.models.cpu.moe import Router
@@ -34,10 +35,6 @@ def bits(x):
     return torch.from_numpy(x) if isinstance(x, np.ndarray) else x.view(torch.int16)
 
 
-def numpy_bits(x):
-    return x.view(torch.int16).numpy().view(np.uint16)
-
-
 def make_linear(out_features, in_features):
     torch.manual_seed(out_features)
     linear = Linear(in_features, out_features)
@@ -48,7 +45,7 @@ def make_linear(out_features, in_features):
 
 
 def dot_in_order(x, weight):
-    """The order of additions that csrc/gemm.h writes down, one product at a time."""
+    """In the order of additions of csrc/host/gemm/gemm.h, one product at a time."""
     pad = -x.shape[1] % 32
     x, weight = (
         torch.nn.functional.pad(part.float(), (0, pad)).numpy() for part in (x, weight)

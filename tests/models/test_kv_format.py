@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.models import torch_host
-from tests.models.conftest import BLOCK_SIZE, make_batch, run_attention
-from tests.models.test_attention import make_config, make_pair
+from testing import torch_host
+from testing.attention_pair import make_config, make_pair
+from testing.paged_world import BLOCK_SIZE, make_batch, run_attention
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.models.kv_format import IndexFormat, LatentFormat
 from vllm_duck.models.rope import Rope

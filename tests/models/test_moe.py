@@ -7,8 +7,8 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32TopkRouter,
 )
 
-from tests.models import torch_host
-from tests.models.test_attention import make_config
+from testing import torch_host
+from testing.attention_pair import make_config
 from vllm_duck.executor.duck import CallTimes, MoeSum
 from vllm_duck.models.cpu.moe import RemoteMoe, Router
 from vllm_duck.models.cpu.threads import from_bits

@@ -11,7 +11,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     yarn_apply_mscale,
 )
 
-from tests.models.torch_host import rotate
+from testing.torch_host import rotate
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.models.dimensions import RopeSettings, read_rope
 from vllm_duck.models.rope import (

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.conftest import BLOCK_SIZE, PagedWorld, make_batch, run_attention
-from tests.models.test_attention import make_config, make_pair
-from tests.models.test_host import numpy_bits
+from testing.attention_pair import make_config, make_pair
+from testing.paged_world import BLOCK_SIZE, PagedWorld, make_batch, run_attention
+from testing.torch_host import numpy_bits
 from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.attention import SparseAttention
 from vllm_duck.models.cpu.linear import Linear
@@ -19,7 +19,7 @@ from vllm_duck.models.rope import Rope
 MIB = 1 << 20
 # Each arena rounds up to blocks of 2 MiB, and three of them hold small pieces.
 SMALL_PIECES = 12 * MIB
-# csrc/sparse.h
+# csrc/host/kernels/sparse.h
 MAX_SCORES_BYTES = 32 * MIB
 MAX_DECODED = 32 << 10
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.spec_decode.batches import (
+from testing.batches import (
     draw_drafts,
     make_batch,
     make_metadata,

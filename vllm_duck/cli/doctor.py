@@ -12,7 +12,7 @@ from pathlib import Path
 from vllm_duck import VLLM_VERSION, __version__
 from vllm_duck.config import ISA_VARIABLE
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.executor.cpus import describe_cpus
+from vllm_duck.executor.system.cpus import describe_cpus
 from vllm_duck.vllm_seams import READ_NOT_RUN
 
 _EPILOG = """\
@@ -91,7 +91,7 @@ def check_duck() -> Iterator[Finding]:
 
 def _check_kernel() -> Finding:
     try:
-        from vllm_duck.executor.kernel import MoeKernel
+        from vllm_duck.executor.compute.kernel import MoeKernel
 
         return Finding("kernel", MoeKernel(num_threads=1).isa)
     except DuckConfigError as error:

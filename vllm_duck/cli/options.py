@@ -6,11 +6,11 @@ from pathlib import Path
 
 from vllm_duck.config import environment_endpoints
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import REQUANTIZED_FORMATS, Shard
-from vllm_duck.executor.security import ClientSecurity
-from vllm_duck.executor.shards import ShardPlan
-from vllm_duck.executor.transport import TRANSPORTS
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.weights.plan import ShardPlan
+from vllm_duck.executor.wire.security import ClientSecurity
+from vllm_duck.executor.wire.transport import TRANSPORTS
 
 DEFAULT_NUM_DUCKS = 2
 

@@ -4,8 +4,8 @@ import argparse
 import sys
 
 from vllm_duck.cli import options
-from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.loader import shard_bytes
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.weights.loader import shard_bytes
 
 _EPILOG = """\
   $ vllm-duck plan MODEL --ducks 32                 equal shards

@@ -14,18 +14,18 @@ from vllm_duck.cli import options
 from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.endpoints import UNIX_PREFIX
 from vllm_duck.errors import DuckConfigError, DuckError
-from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.cpus import set_thread_cpus
+from vllm_duck.executor.compute.kernel import MoeKernel
 from vllm_duck.executor.duck import Shard
-from vllm_duck.executor.kernel import MoeKernel
-from vllm_duck.executor.loader import LoadedShard, load_shard
-from vllm_duck.executor.local import FAILED_PREFIX, PRIVATE_PREFIX, READY
-from vllm_duck.executor.process import reset_memory_policy
-from vllm_duck.executor.security import ServerSecurity
-from vllm_duck.executor.serving import AnyServer, make_server
-from vllm_duck.executor.shard_moe import ShardMoe
-from vllm_duck.executor.split_format import is_split_directory
-from vllm_duck.executor.split_loader import SplitDirectory
+from vllm_duck.executor.serve.local import FAILED_PREFIX, PRIVATE_PREFIX, READY
+from vllm_duck.executor.serve.serving import AnyServer, make_server
+from vllm_duck.executor.serve.shard_moe import ShardMoe
+from vllm_duck.executor.split.format import is_split_directory
+from vllm_duck.executor.split.loader import SplitDirectory
+from vllm_duck.executor.system.cpus import set_thread_cpus
+from vllm_duck.executor.system.process import reset_memory_policy
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.weights.loader import LoadedShard, load_shard
+from vllm_duck.executor.wire.security import ServerSecurity
 
 _STOP_GRACE_S = 5.0
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from vllm_duck.cli import options
-from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.split_writer import split_checkpoint
+from vllm_duck.executor.split.writer import split_checkpoint
+from vllm_duck.executor.weights.checkpoint import Checkpoint
 
 _EPILOG = """\
   $ vllm-duck split MODEL OUT --ducks 3                     equal shards

@@ -6,9 +6,9 @@ import sys
 from vllm_duck.cli import options
 from vllm_duck.endpoints import check_endpoint
 from vllm_duck.errors import DuckConfigError, DuckTransportError
-from vllm_duck.executor.client import GrpcDuck
 from vllm_duck.executor.duck import DuckInfo
-from vllm_duck.executor.security import ClientSecurity
+from vllm_duck.executor.grpcio.client import GrpcDuck
+from vllm_duck.executor.wire.security import ClientSecurity
 
 _EPILOG = """\
   $ vllm-duck status duck-a:7100 duck-b:7100 --token-file secret

@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
         raise DuckConfigError(
             "vllm-duck trace runs the host and needs vLLM; pip install vllm-duck[cpu]"
         ) from error
+    from vllm_duck.cli.gantt import chrome_trace, draw_step
     from vllm_duck.spec_decode.lanes.times import Overlap, overlap_of
-    from vllm_duck.trace import chrome_trace, draw_step
 
     records, first_layer_idx = _record(args)
     args.trace.write_text(json.dumps(chrome_trace(records, first_layer_idx)))

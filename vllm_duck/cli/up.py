@@ -10,11 +10,11 @@ from vllm_duck.cli import options
 from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint, join_host_port
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.executor.checkpoint import Checkpoint
-from vllm_duck.executor.cpus import thread_cpus
-from vllm_duck.executor.local import LocalDucks
-from vllm_duck.executor.shards import ShardPlan
-from vllm_duck.executor.split_format import Manifest, split_directories
+from vllm_duck.executor.serve.local import LocalDucks
+from vllm_duck.executor.split.format import Manifest, split_directories
+from vllm_duck.executor.system.cpus import thread_cpus
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.weights.plan import ShardPlan
 
 _POLL_S = 0.2
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from vllm_duck.config import DEFAULT_DEADLINE_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
-from vllm_duck.executor.client import GrpcDuck
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
     REQUANTIZED_FORMATS,
@@ -22,11 +21,12 @@ from vllm_duck.executor.duck import (
     MoeSum,
     ReplyDtype,
 )
-from vllm_duck.executor.fan_out import PythonFanOut
-from vllm_duck.executor.identity import identity_of
-from vllm_duck.executor.security import ClientSecurity
-from vllm_duck.executor.shards import check_tiling
-from vllm_duck.executor.transport import Transport, choose_transport
+from vllm_duck.executor.grpcio.client import GrpcDuck
+from vllm_duck.executor.grpcio.fan_out import PythonFanOut
+from vllm_duck.executor.weights.plan import check_tiling
+from vllm_duck.executor.wire.identity import identity_of
+from vllm_duck.executor.wire.security import ClientSecurity
+from vllm_duck.executor.wire.transport import Transport, choose_transport
 
 _CONNECT_POLL_S = 0.2
 
@@ -95,7 +95,7 @@ class Fleet:
             infos = cls(ducks).check(expect, connect_s=connect_s)
             fan_out = None
             if choice.is_native:
-                from vllm_duck.executor.native_client import NativeFanOut
+                from vllm_duck.executor.native.client import NativeFanOut
 
                 fan_out = NativeFanOut(
                     endpoints,

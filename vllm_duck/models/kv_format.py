@@ -8,7 +8,7 @@
 for kv_lora_rank 512, qk_rope_head_dim 64 and index_head_dim 128. A cached value is
 the scale times the e4m3 number; scale = max |x| / 448 over its tile.
 Source: the layout is vLLM's "fp8_ds_mla" (DeepSeek-V3.2, FlashMLA). The kernels write
-and read it: csrc/cache_rows.h.
+and read it: csrc/host/kernels/cache_rows.h.
 """
 
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vllm_duck.errors import DuckCheckpointError
-from vllm_duck.executor.checkpoint import Checkpoint
+from vllm_duck.executor.weights.checkpoint import Checkpoint
 
 logger = init_logger(__name__)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 
 from vllm_duck.config import HandOver
-from vllm_duck.executor.checkpoint import Checkpoint
 from vllm_duck.executor.duck import Ducks
+from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.models.backend import Embedding, Head, host_backend
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.conftest import BLOCK_SIZE, make_batch, run_attention
-from tests.models.test_attention import make_config
-from tests.models.test_host import make_pair
+from testing.attention_pair import make_config, make_pair
+from testing.paged_world import BLOCK_SIZE, make_batch, run_attention
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.cpu.step import CpuStep
 from vllm_duck.models.cpu.threads import from_bits, to_bits

@@ -1,6 +1,6 @@
 """The attention block of a DeepSeek-V3.2 layer: MLA with the lightning indexer.
 
-One call of the kernels takes the block from norm to norm: csrc/attend.h.
+One call of the kernels takes the block from norm to norm: csrc/host/kernels/attend.h.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,8 @@ class SparseAttention(HostModule):
         self.dims = dims
         heads, rope_dim = dims.num_attention_heads, dims.qk_rope_head_dim
         self.qk_head_dim = dims.qk_nope_head_dim + rope_dim
-        # The kernels read these weights in this order: csrc/calls.h::AttentionView.
+        # The kernels read these weights in this order: AttentionView in
+        # csrc/host/kernels/kernels.h.
         self.down = StackedRows(
             dims.hidden_size,
             {

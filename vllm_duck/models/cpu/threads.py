@@ -5,7 +5,8 @@ Invariants of all that runs here, pinned by tests:
   number of rows or threads, the row's place in the call, or how a prompt was chunked.
 - Every instruction set gives the same bits (values below 2^-126 count as zero).
 
-The order of additions is written down in ../csrc/gemm.h, rows.h and sparse.h.
+The order of additions is written down in csrc/host: gemm/gemm.h, kernels/rows.h and
+kernels/sparse.h.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from vllm_duck.config import ISA_VARIABLE, environment_isa
 from vllm_duck.errors import DuckConfigError, DuckShapeError
-from vllm_duck.executor.cpus import within_quota
+from vllm_duck.executor.system.cpus import within_quota
 from vllm_duck.models.cpu import _host
 
 # A C++ object: packed weights, a batch, the threads.

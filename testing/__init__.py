@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: engines, references, peers that misbehave."""

@@ -1,0 +1,112 @@
+"""`vllm serve` as a user runs it, for the time of a `with` block."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from testing.waiting import WAIT_S, wait_until
+from vllm_duck.engine_environ import STOP_VARIABLE
+
+BIN = Path(sys.executable).parent
+MARK = "DUCK_TEST_MARK"
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+    base_url: str
+    mark: str
+    log: Path
+
+    def interrupt(self) -> int:
+        """What Ctrl-C in a terminal does; returns the exit code."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.process.wait(WAIT_S)
+
+    def assert_calm(self) -> None:
+        """Nothing in the log would alarm a user who has stopped the server."""
+        log = self.log.read_text()
+        for alarm in ("force killing", "Traceback", "ERROR", "leaked"):
+            assert alarm not in log, log[-3000:]
+
+    def is_up(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError(
+                f"the server did not start:\n{self.log.read_text()[-5000:]}"
+            )
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/health", timeout=WAIT_S):
+                return True
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def running_server(
+    model: Path,
+    log: Path,
+    *flags: str,
+    directory: Path | None = None,
+    environment: dict[str, str] | None = None,
+) -> Iterator[Server]:
+    """A server that is up; it is ended also when it does not come up.
+
+    directory: it starts there; by default where the tests do.
+    environment: what it has besides the tests' own.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    mark = f"{MARK}-{uuid.uuid4().hex}"
+    command = [
+        *(BIN / "vllm", "serve", model, "--served-model-name", "tiny"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--max-model-len", "2048", "--max-num-seqs", "16"),
+        *flags,
+    ]
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        # The bounds of a slow machine for vLLM's processes too.
+        env={
+            **os.environ,
+            MARK: mark,
+            STOP_VARIABLE: str(int(WAIT_S)),
+            **(environment or {}),
+        },
+        cwd=directory,
+        start_new_session=True,
+    )
+    server = Server(process, f"http://127.0.0.1:{port}", mark, log)
+    try:
+        wait_until(server.is_up)
+        yield server
+    finally:
+        server.kill()
+
+
+def marked_processes(mark: str) -> list[str]:
+    """Command lines of all processes that inherited the mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes():
+                    command = (entry / "cmdline").read_bytes()
+                    found.append(command.replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+    return [command for command in found if command]

@@ -1,0 +1,34 @@
+"""A duck that finds no memory for a request answers with a status, and lives."""
+
+import pytest
+
+from testing.failing_memory import ALL, run_module
+from testing.wire_peers import needs_native
+
+pytestmark = needs_native
+
+# Few rows are computed by the thread that reads them, more by a second one.
+NUM_ROWS = [40, 3000]
+
+
+def answers_of(num_rows, least_bytes, count, library):
+    arguments = [str(n) for n in (num_rows, least_bytes, count)]
+    printed = run_module(
+        "tests.executor.compute.starved_duck", *arguments, library=library
+    )
+    return printed.splitlines()
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_a_large_allocation_that_fails_is_a_status(failing_memory, num_rows):
+    """Those of the request, the reply, and the kernel's buffers."""
+    answers = answers_of(num_rows, 32 * num_rows, ALL, failing_memory)
+    assert len(answers) >= 4
+    assert all("the duck has no memory for " in answer for answer in answers), answers
+
+
+@pytest.mark.parametrize("count", [1, ALL], ids=["one", "all"])
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_whatever_allocation_fails_the_duck_lives(failing_memory, num_rows, count):
+    """The host is told, or its connection is lost and it asks again."""
+    assert len(answers_of(num_rows, 1, count, failing_memory)) >= 10

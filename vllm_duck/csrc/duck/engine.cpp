@@ -1,0 +1,234 @@
+#include "duck/engine.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <numeric>
+
+#include "simd/bf16.h"
+#include "duck/regions.h"
+
+namespace duck {
+namespace {
+
+// Longer calls are cut: a row's bits do not depend on its neighbours, and scratch
+// stays bounded.
+constexpr int kMaxTokens = 2048;
+
+// Below this many bytes of weights a call costs less than waking another thread.
+constexpr size_t kBytesPerWorker = 256 << 10;
+
+// Tiles of activations are read whole, past the last row.
+constexpr int kSpareRows = 16;
+
+// From this many rows for each expert on, a unit of the gate/up phase is a whole run of
+// column groups, which share one copy of the activations.
+constexpr int kManyRows = 8;
+constexpr int kManyGroups = 4;
+
+// Hidden groups (of 16) that one unit of the down phase covers: half of a worker's
+// share at 8 workers and hidden 7168, or as many as keep the sums in an L2 cache.
+constexpr int kDownChunk = 32;
+constexpr size_t kSumBytes = 512 << 10;
+
+int down_chunk(int num_tokens) {
+  size_t fitting = kSumBytes / (size_t(num_tokens) * kGroup * sizeof(float));
+  return int(std::clamp<size_t>(fitting / 4 * 4, 4, kDownChunk));
+}
+
+}  // namespace
+
+void Buffer::Free::operator()(void* at) const { std::free(at); }
+
+void* Buffer::reserve(size_t num_bytes) {
+  if (num_bytes > size_) {
+    size_t size = (num_bytes + num_bytes / 4 + 63) / 64 * 64;
+    // Empty first: a call that finds no memory must leave nothing that looks like some.
+    size_ = 0;
+    data_.reset();
+    data_.reset(std::aligned_alloc(64, size));
+    if (!data_) throw std::bad_alloc();
+    size_ = size;
+  }
+  return data_.get();
+}
+
+Engine::Engine(const KernelTable* kernels, int num_threads,
+               const std::vector<int>& cpus)
+    : kernels_(kernels),
+      pool_(num_threads, cpus),
+      scratch_(num_threads),
+      y_(num_threads) {}
+
+void Engine::forward(const Call& call) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  FlushDenormals flush;
+  int hidden = call.layer->shape().hidden;
+  for (int t = 0; t < call.num_tokens; t += kMaxTokens) {
+    Call part = call;
+    part.num_tokens = std::min(kMaxTokens, call.num_tokens - t);
+    part.hidden += size_t(t) * hidden;
+    part.topk_ids += size_t(t) * call.topk;
+    part.topk_weights += size_t(t) * call.topk;
+    if (part.out_fp32) part.out_fp32 += size_t(t) * hidden;
+    if (part.out_bf16) part.out_bf16 += size_t(t) * hidden;
+    forward_rows(part);
+  }
+}
+
+void Engine::forward_rows(const Call& call) {
+  const LayerShape& shape = call.layer->shape();
+  int num_pairs = plan(call);
+  size_t stride = shape.act_stride();
+  size_t act_bytes = (num_pairs + kSpareRows) * stride * sizeof(uint16_t);
+  auto* act = static_cast<uint16_t*>(act_.reserve(act_bytes));
+  std::memset(act, 0, act_bytes);
+  for (auto& rows : active_)
+    rows.act = act + (rows.tokens - pair_tokens_.data()) * stride;
+  size_t work = active_.size() * shape.expert_bytes();
+  int num_workers =
+      int(std::min<size_t>(pool_.num_threads(), 1 + work / kBytesPerWorker));
+  for (int w = 0; w < num_workers; ++w) {
+    scratch_[w].reserve(kernels_->scratch_bytes(shape, max_rows_));
+    y_[w].reserve(size_t(call.num_tokens) * down_chunk(call.num_tokens) * kGroup *
+                  sizeof(float));
+  }
+  gate_up_phase(call, num_workers, widen_hidden(call));
+  down_phase(call, num_workers);
+}
+
+// Fills active_ with the rows of each expert of the shard; returns the number of pairs.
+int Engine::plan(const Call& call) {
+  int num_experts = call.layer->shape().num_experts;
+  int num_ids = call.num_tokens * call.topk;
+  expert_begin_.assign(num_experts + 1, 0);
+  for (int i = 0; i < num_ids; ++i) {
+    unsigned local = unsigned(call.topk_ids[i] - call.expert_lo);
+    if (local < unsigned(num_experts)) ++expert_begin_[local + 1];
+  }
+  for (int e = 0; e < num_experts; ++e) expert_begin_[e + 1] += expert_begin_[e];
+  int num_pairs = expert_begin_[num_experts];
+  pair_tokens_.resize(num_pairs);
+  pair_weights_.resize(num_pairs);
+  active_.clear();
+  max_rows_ = 0;
+  for (int e = 0; e < num_experts; ++e) {
+    int begin = expert_begin_[e], count = expert_begin_[e + 1] - begin;
+    if (count == 0) continue;
+    max_rows_ = std::max(max_rows_, count);
+    active_.push_back({call.layer->expert(e), count, pair_tokens_.data() + begin,
+                       pair_weights_.data() + begin, nullptr});
+  }
+  for (int i = 0; i < num_ids; ++i) {
+    unsigned local = unsigned(call.topk_ids[i] - call.expert_lo);
+    if (local >= unsigned(num_experts)) continue;
+    int at = expert_begin_[local]++;
+    pair_tokens_[at] = i / call.topk;
+    pair_weights_[at] = call.topk_weights[i];
+  }
+  return num_pairs;
+}
+
+HiddenRows Engine::widen_hidden(const Call& call) {
+  const LayerShape& shape = call.layer->shape();
+  size_t hidden = shape.hidden;
+  auto* fp32 = static_cast<float*>(
+      hidden_fp32_.reserve(call.num_tokens * hidden * sizeof(float)));
+  hidden_unscale_.assign(call.num_tokens, 0);
+  for (const auto& rows : active_) {
+    if (rows.num_rows > kernels_->few_rows) continue;
+    for (int r = 0; r < rows.num_rows; ++r) {
+      int token = rows.tokens[r];
+      if (hidden_unscale_[token] != 0) continue;
+      size_t at = token * hidden;
+      hidden_unscale_[token] =
+          kernels_->widen(shape.format, call.hidden + at, hidden, fp32 + at);
+    }
+  }
+  return {call.hidden, fp32, hidden_unscale_.data()};
+}
+
+void Engine::gate_up_phase(const Call& call, int num_workers,
+                           const HiddenRows& hidden) {
+  int groups = call.layer->shape().column_groups();
+  bool is_many = pair_tokens_.size() > kManyRows * active_.size();
+  int num_regions = is_many ? 1 : std::min(num_workers, groups);
+  Regions regions(groups, int(active_.size()), num_regions, is_many ? kManyGroups : 1);
+  pool_.run(num_workers, [&](int worker) {
+    auto* scratch = static_cast<uint8_t*>(scratch_[worker].reserve(0));
+    regions.work(worker % num_regions, [&](int expert, int begin, int end) {
+      kernels_->gate_up(active_[expert], begin, end, hidden, scratch);
+    });
+    if (kernels_->leave) kernels_->leave();
+  });
+}
+
+// A unit owns a range of the output for all rows and goes through the experts in
+// rising id: so the sums need no locks and have one order.
+void Engine::down_phase(const Call& call, int num_workers) {
+  int groups = call.layer->shape().hidden_groups();
+  int num_regions = std::min(num_workers, groups);
+  Regions regions(groups, 1, num_regions, down_chunk(call.num_tokens));
+  pool_.run(num_workers, [&](int worker) {
+    auto* scratch = static_cast<uint8_t*>(scratch_[worker].reserve(0));
+    auto* y = static_cast<float*>(y_[worker].reserve(0));
+    regions.work(worker % num_regions, [&](int, int begin, int end) {
+      size_t num_columns = size_t(end - begin) * kGroup;
+      std::memset(y, 0, call.num_tokens * num_columns * sizeof(float));
+      for (const auto& rows : active_)
+        kernels_->down(rows, begin, end, y, num_columns, scratch);
+      write_out(call, y, begin * kGroup, int(num_columns));
+    });
+    if (kernels_->leave) kernels_->leave();
+  });
+}
+
+void Engine::write_out(const Call& call, const float* y, int first_column,
+                       int num_columns) {
+  size_t hidden = call.layer->shape().hidden;
+  for (int t = 0; t < call.num_tokens; ++t, y += num_columns) {
+    size_t at = t * hidden + first_column;
+    if (call.out_fp32)
+      std::memcpy(call.out_fp32 + at, y, num_columns * sizeof(float));
+    else
+      for (int i = 0; i < num_columns; ++i)
+        call.out_bf16[at + i] = bf16_from_float(y[i]);
+  }
+}
+
+void Engine::first_touch(Layer* layer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const LayerShape& shape = layer->shape();
+  int num_regions = pool_.num_threads();
+  pool_.run(num_regions, [&](int worker) {
+    auto share = [&](uint8_t* base, int groups, size_t group_bytes) {
+      size_t begin = size_t(groups) * worker / num_regions * group_bytes;
+      size_t end = size_t(groups) * (worker + 1) / num_regions * group_bytes;
+      std::memset(base + begin, 0, end - begin);
+    };
+    for (int e = 0; e < shape.num_experts; ++e) {
+      uint8_t* data = layer->expert_data(e);
+      share(data, shape.column_groups(), 2 * shape.gate_group_bytes());
+      share(data + shape.gate_up_bytes(), shape.hidden_groups(),
+            shape.down_group_bytes());
+      uint8_t* scales = data + shape.weight_bytes();
+      share(scales, 1, shape.expert_bytes() - shape.weight_bytes());
+    }
+  });
+}
+
+float Engine::read_weights(const Layer& layer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  size_t lines = layer.weight_bytes() / 64;
+  const uint8_t* data = layer.expert(0).weights;
+  std::vector<float> sums(num_threads());
+  pool_.run(num_threads(), [&](int worker) {
+    size_t begin = lines * worker / num_threads() * 64;
+    size_t end = lines * (worker + 1) / num_threads() * 64;
+    sums[worker] = kernels_->read(data + begin, end - begin);
+  });
+  return std::accumulate(sums.begin(), sums.end(), 0.0f);
+}
+
+}  // namespace duck

@@ -1,0 +1,82 @@
+// One call of the MoE layer: groups rows by expert, shares the work out to the pool.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "duck/kernels/kernel_table.h"
+#include "duck/layer.h"
+#include "base/pool.h"
+
+namespace duck {
+
+struct Call {
+  const Layer* layer;
+  const uint16_t* hidden;     // [T][hidden] bf16
+  const int32_t* topk_ids;    // [T][K], global
+  const float* topk_weights;  // [T][K]
+  int num_tokens;
+  int topk;
+  int expert_lo;       // global id of the layer's first expert
+  float* out_fp32;     // [T][hidden]: this one,
+  uint16_t* out_bf16;  // or this one
+};
+
+// A piece of zeroed or grown memory, 64-byte aligned, kept between calls.
+class Buffer {
+ public:
+  void* reserve(size_t num_bytes);
+
+ private:
+  struct Free {
+    void operator()(void* at) const;
+  };
+  std::unique_ptr<void, Free> data_;
+  size_t size_ = 0;
+};
+
+class Engine {
+ public:
+  Engine(const KernelTable* kernels, int num_threads, const std::vector<int>& cpus);
+
+  const char* isa() const { return kernels_->name; }
+  int num_threads() const { return pool_.num_threads(); }
+
+  // Calls from several threads take turns. Ids must be valid.
+  void forward(const Call& call);
+
+  // Has each worker write the memory that it will read, so that on a NUMA machine the
+  // pages are local to it. Before the layer is loaded.
+  void first_touch(Layer* layer);
+
+  // Reads all weights once, front to back, and does nothing else: the bandwidth that
+  // forward() is measured against.
+  float read_weights(const Layer& layer);
+
+ private:
+  void forward_rows(const Call& call);
+  int plan(const Call& call);
+  HiddenRows widen_hidden(const Call& call);
+  void gate_up_phase(const Call& call, int num_workers, const HiddenRows& hidden);
+  void down_phase(const Call& call, int num_workers);
+  void write_out(const Call& call, const float* y, int first_column, int num_columns);
+
+  const KernelTable* kernels_;
+  Pool pool_;
+  std::mutex mutex_;
+  // The plan of the current call: experts that have rows, in rising id.
+  std::vector<ExpertRows> active_;
+  std::vector<int> pair_tokens_;
+  std::vector<float> pair_weights_;
+  std::vector<int> expert_begin_;
+  int max_rows_ = 0;
+  Buffer act_;
+  Buffer hidden_fp32_;
+  std::vector<float> hidden_unscale_;  // [T], 0 where no copy was made
+  std::vector<Buffer> scratch_;
+  std::vector<Buffer> y_;
+};
+
+}  // namespace duck

@@ -1,0 +1,14 @@
+// Kernels for any CPU.
+#include <type_traits>
+
+#include "simd/portable.h"
+#include "duck/kernels/vector_kernels.h"
+
+namespace duck {
+
+const KernelTable* portable_kernels() {
+  static const KernelTable table = vector_kernel_table<PortableSimd>("portable");
+  return &table;
+}
+
+}  // namespace duck

@@ -1,0 +1,57 @@
+// The process's one set of threads and kernels; calls take turns.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "host/kernels/kernels.h"
+
+namespace duck {
+namespace host {
+
+// Best first.
+std::vector<const Calls*> supported_calls();
+
+// By name, or the best for an empty name; null if this CPU or build lacks it.
+const Calls* find_calls(const std::string& name);
+
+class Host {
+ public:
+  Host(const Calls* calls, int num_threads, size_t work_per_thread);
+
+  const char* isa() const { return calls_->name; }
+  int num_threads() const { return pool_.num_threads(); }
+
+  // The most scratch memory that calls have held at once, in bytes.
+  size_t most_scratch_bytes();
+
+  // Throws what a share of the call throws: std::bad_alloc, where scratch is short. The
+  // next call is not affected.
+  template <class Call>
+  void run(void (*Calls::*entry)(const Threads&, const Call&), const Call& call) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    FlushDenormals flush;
+    Cleared scratch = {this};
+    (calls_->*entry)({&pool_, &shared_, workers_.data(), work_per_thread_}, call);
+  }
+
+ private:
+  // However the call ends.
+  struct Cleared {
+    Host* host;
+    ~Cleared() { host->reset(); }
+  };
+  void reset();
+
+  const Calls* calls_;
+  Pool pool_;
+  std::mutex mutex_;
+  Arena shared_;
+  std::vector<Arena> workers_;
+  size_t work_per_thread_;
+};
+
+}  // namespace host
+}  // namespace duck

@@ -1,0 +1,131 @@
+// What the kernels of one instruction set offer: whole pieces of a layer.
+#pragma once
+
+#include "host/gemm/packed.h"
+#include "host/kernels/step.h"
+#include "host/gemm/threads.h"
+
+namespace duck {
+namespace host {
+
+struct NormView {
+  const float* weight;
+  float eps;
+};
+
+struct NormCall {
+  NormView norm;
+  int rows, size;
+  const uint16_t* x;
+  uint16_t* out;
+};
+
+struct LinearCall {
+  PackedView weight;
+  int rows;
+  const uint16_t* x;  // [rows][k] bf16
+  bool is_bf16;
+  void* out;  // [rows][n] bf16 or fp32
+};
+
+struct MlpCall {
+  PackedView gate_up;  // from pack_gate_up
+  PackedView down;
+  int columns;
+  int rows;
+  const uint16_t* x;         // [rows][k] bf16
+  const uint16_t* residual;  // [rows][n] bf16, or null
+  uint16_t* out_bf16;        // residual + mlp(x), or
+  float* out_float;          // mlp(x)
+};
+
+struct RouterShape {
+  int hidden, num_experts, topk, num_groups, topk_groups;
+  bool normalize;
+  float scale;
+};
+
+constexpr int kMaxRouterParts = 3;
+
+// The fp32 router weight is the sum of its parts.
+struct RouterCall {
+  RouterShape shape;
+  PackedView parts[kMaxRouterParts];
+  int num_parts;
+  const float* bias;
+  int rows;
+  const uint16_t* x;  // [rows][hidden] bf16
+  int32_t* ids;       // [rows][topk], best first
+  float* weights;     // [rows][topk]
+};
+
+struct AddCall {
+  size_t size;
+  const uint16_t* residual;
+  const float* shared;
+  const float* routed;
+  uint16_t* out;  // residual + (shared + routed)
+};
+
+// One token of an fp8 latent cache without its rope part: for tests of the format.
+struct LatentCall {
+  int size;
+  const float* x;  // [size], to be written to the row, or null
+  uint8_t* row;    // [size + size / 128 * 4]
+  uint16_t* out;   // [size] bf16, read back
+};
+
+struct AttentionShape {
+  int hidden, heads, q_lora, kv_lora, nope_dim, rope_dim, v_dim;
+  int index_heads, index_dim, index_topk;
+  bool is_fp8;
+  float scale, index_scale;
+
+  int qk_dim() const { return nope_dim + rope_dim; }
+  int key_dim() const { return kv_lora + rope_dim; }
+};
+
+struct AttentionView {
+  AttentionShape shape;
+  NormView input_norm, q_norm, kv_norm, output_norm;
+  NormView index_norm;
+  const float* index_bias;
+  PackedView down;             // hidden -> q_lora, key_dim, index_dim, index_heads
+  PackedView up;               // q_lora -> heads * qk_dim, index_heads * index_dim
+  const PackedView* key_up;    // of each head: nope_dim -> kv_lora
+  const PackedView* value_up;  // of each head: kv_lora -> v_dim
+  PackedView out;              // heads * v_dim -> hidden
+};
+
+// hidden + attention(input_norm(hidden)), and output_norm of that.
+struct AttentionCall {
+  AttentionView layer;
+  StepView step;
+  int rows;                // step.num_rows, and then padding
+  const uint16_t* hidden;  // [rows][hidden] bf16
+  const float* rotations;  // [rows][rope_dim]: cos, sin, cos, sin, ...
+  uint8_t* latent_cache;   // [slots][bytes]
+  uint8_t* index_cache;
+  uint16_t* residual;  // out, [rows][hidden] bf16
+  uint16_t* normed;    // out, [rows][hidden] bf16
+};
+
+struct Calls {
+  const char* name;
+  void (*norm)(const Threads&, const NormCall&);
+  void (*linear)(const Threads&, const LinearCall&);
+  void (*mlp)(const Threads&, const MlpCall&);
+  void (*route)(const Threads&, const RouterCall&);
+  void (*add)(const Threads&, const AddCall&);
+  void (*attend)(const Threads&, const AttentionCall&);
+  void (*latent)(const Threads&, const LatentCall&);
+};
+
+const Calls* portable_calls();
+// Null when this build or this CPU has no such instructions.
+const Calls* avx2_calls();
+const Calls* avx512_calls();
+const Calls* amx_calls();
+
+}  // namespace host
+}  // namespace duck

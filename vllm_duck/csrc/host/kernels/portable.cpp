@@ -1,0 +1,15 @@
+// The host's compute for any CPU.
+#include "host/kernels/attend.h"
+#include "host/gemm/gemm_vector.h"
+#include "simd/portable.h"
+
+namespace {
+using namespace duck::host;
+using namespace duck;
+struct PortableKernels : VectorGemm<PortableSimd>, PlainDecode {};
+}  // namespace
+
+const duck::host::Calls* duck::host::portable_calls() {
+  static const Calls calls = calls_of<PortableKernels>("portable");
+  return &calls;
+}

@@ -1,0 +1,393 @@
+// Sparse attention of a panel of rows over the paged caches.
+//
+// A row that sees at most index_topk positions attends to all of them. Of more, the
+// indexer chooses: score(s) = scale(s) * sum over heads h, in rising order, of
+// w_h * relu(q_h . k_s). The chosen positions are attended in rising order, in tiles of
+// 32: logits and weighted sums are GEMMs, so their order of additions is gemm.h's. The
+// weights are rounded to bf16 before they are summed and used, so they add up to one.
+// Nothing of this depends on the other rows of the call.
+// Source: DeepSeek-V3.2 technical report, 2.1; inference/model.py::Indexer, MLA.
+// Include after the target pragma of the source that uses it; G names its kernels.
+#pragma once
+
+#include "host/kernels/project.h"
+#include "host/kernels/select.h"
+
+namespace duck {
+namespace host {
+namespace {
+
+// Rows of one request that share one decoding of the index keys.
+constexpr int kSegmentRows = 64;
+// Positions whose index keys are decoded at once.
+constexpr int kKeyBlock = 256;
+// Rows of the GEMM of index queries: bounds its result to an L2 cache.
+constexpr int kIndexGemmRows = 256;
+// Scores that are held at once: 32 MB, or those of one segment.
+constexpr size_t kMaxScores = 8 << 20;
+// Positions that are held decoded at once: 38 MB in the official sizes. A context that
+// is longer is not decoded as a whole.
+constexpr int kMaxDecoded = 32 << 10;
+
+// Some rows of one request. Row numbers are the panel's.
+struct Segment {
+  int request;
+  int begin, end;
+  int visible;    // of row `begin`; each next row sees one more
+  float* scores;  // [end - begin][stride], or null if every row sees few positions
+  int stride;
+  // All latent keys of the request, [num_positions][padded key_dim], or null.
+  const uint16_t* decoded;
+
+  int visible_of(int row) const { return visible + row - begin; }
+  int num_positions() const { return visible_of(end - 1); }
+};
+
+struct Panel {
+  const AttentionCall* call;
+  int begin;  // its first row in the call
+  QueryRows queries;
+  const float* index_weight;  // of the panel's first row
+  Rows latent;                // out, [rows * heads][kv_lora]
+};
+
+// Writes 16 rows of bf16 as the columns of one group of packed tiles; those beyond
+// `count` are copies of the first.
+inline void pack_columns(const Rows& rows, int count, int k_tiles, uint16_t* tiles) {
+  for (int t = 0; t < k_tiles; ++t) {
+    Lanes pairs[kLanes];
+    for (int i = 0; i < kLanes; ++i)
+      pairs[i] = load_lanes(rows.row(i < count ? i : 0) + t * kTileK);
+    transpose(pairs);
+    for (int i = 0; i < kLanes; ++i)
+      store_lanes(tiles + t * kTileElements + i * 2 * kColumns, pairs[i]);
+  }
+}
+
+// Decodes index keys [from, from + count) of a request into packed tiles.
+template <class G>
+void pack_keys(const AttentionCall& call, int request, int from, int count, Arena* arena,
+               uint16_t* tiles, float* scales) {
+  IndexRow format = index_row(call.layer.shape);
+  int k_tiles = round_up(format.dim, kTileK) / kTileK;
+  Arena::Mark mark = arena->mark();
+  Rows rows = take_rows(arena, kColumns, format.dim);
+  for (int first = 0; first < count; first += kColumns) {
+    int columns = min_int(kColumns, count - first);
+    for (int i = 0; i < columns; ++i) {
+      int64_t slot = call.step.slot(request, from + first + i);
+      const uint8_t* row = call.index_cache + slot * format.bytes();
+      scales[first + i] = format.template read<G>(row, rows.row(i));
+    }
+    pack_columns(rows, columns, k_tiles, tiles + size_t(first) * k_tiles * kTileK);
+  }
+  arena->release(mark);
+}
+
+// dots [heads][stride] -> scores of `count` positions.
+inline void reduce_heads(const float* dots, size_t stride, const float* weight, int heads,
+                         const float* scales, int count, float* scores) {
+  for (int i = 0; i < count; ++i) scores[i] = 0;
+  for (int h = 0; h < heads; ++h) {
+    const float* row = dots + h * stride;
+    float w = weight[h];
+    for (int i = 0; i < count; ++i) scores[i] += w * (row[i] > 0.0f ? row[i] : 0.0f);
+  }
+  for (int i = 0; i < count; ++i) scores[i] *= scales[i];
+}
+
+// Scores positions [block * kKeyBlock, ...) for the rows of the segment that see them
+// and have a choice.
+template <class G>
+void score_block(const Panel& panel, const Segment& segment, int block, Arena* arena) {
+  const AttentionShape& shape = panel.call->layer.shape;
+  int from = block * kKeyBlock;
+  int count = min_int(kKeyBlock, segment.num_positions() - from);
+  int least = max_int(from, shape.index_topk) + 1;
+  int row = max_int(segment.begin, segment.begin + least - segment.visible);
+  if (row >= segment.end) return;
+  Arena::Mark mark = arena->mark();
+  int padded_dim = round_up(shape.index_dim, kTileK);
+  auto* tiles =
+      static_cast<uint16_t*>(arena->take(sizeof(uint16_t) * padded_dim * kKeyBlock));
+  float* scales = take_floats(arena, kKeyBlock);
+  pack_keys<G>(*panel.call, segment.request, from, count, arena, tiles, scales);
+  int heads = shape.index_heads;
+  int rows_at_once = max_int(1, kIndexGemmRows / heads);
+  float* dots = take_floats(arena, size_t(rows_at_once) * heads * kKeyBlock);
+  for (; row < segment.end; row += rows_at_once) {
+    int rows = min_int(rows_at_once, segment.end - row);
+    Gemm gemm = {panel.queries.index.row(row * heads), panel.queries.index.stride,
+                 rows * heads, {tiles, shape.index_dim, count}, Out::kFloat, dots,
+                 size_t(kKeyBlock)};
+    G::run(gemm, {0, gemm.rows}, {0, gemm.b.groups()}, arena);
+    for (int r = 0; r < rows; ++r) {
+      size_t score_row = row + r - segment.begin;
+      reduce_heads(dots + size_t(r) * heads * kKeyBlock, kKeyBlock,
+                   panel.index_weight + size_t(row + r) * heads, heads, scales, count,
+                   segment.scores + score_row * segment.stride + from);
+    }
+  }
+  arena->release(mark);
+}
+
+// The keys that one row attends to, decoded, in both forms that the GEMMs read.
+struct ChosenKeys {
+  int count, padded_count;  // a multiple of 32
+  Rows rows;                // [padded_count][key_dim], zeros behind the last
+  uint16_t* values;         // packed: k = position, n = latent channel
+};
+
+// The positions that `row` attends to; returns how many.
+inline int choose_positions(const Segment& segment, int row, int topk, Arena* arena,
+                            int32_t* positions) {
+  int visible = segment.visible_of(row);
+  if (visible <= topk) {
+    for (int i = 0; i < visible; ++i) positions[i] = i;
+    return visible;
+  }
+  Arena::Mark mark = arena->mark();
+  auto* keys = static_cast<uint32_t*>(arena->take(sizeof(uint32_t) * visible));
+  const float* scores = segment.scores + size_t(row - segment.begin) * segment.stride;
+  select_best(scores, visible, topk, keys, positions);
+  arena->release(mark);
+  return topk;
+}
+
+// Tile by tile: neighbours in `out` are then written one after the other.
+inline void pack_values(const Rows& keys, int padded_count, int dim, uint16_t* out) {
+  for (int first = 0; first < dim; first += kColumns)
+    for (int pair = 0; pair < padded_count / 2; ++pair, out += 2 * kColumns) {
+      const uint16_t* even = keys.row(2 * pair) + first;
+      const uint16_t* odd = keys.row(2 * pair + 1) + first;
+      uint32_t both[kColumns];
+      for (int i = 0; i < kColumns; ++i) both[i] = even[i] | uint32_t(odd[i]) << 16;
+      std::memcpy(out, both, sizeof both);
+    }
+}
+
+template <class G>
+ChosenKeys gather_keys(const AttentionCall& call, const Segment& segment, int row,
+                       Arena* arena) {
+  const AttentionShape& shape = call.layer.shape;
+  LatentRow format = latent_row(shape);
+  int most = min_int(segment.visible_of(row), shape.index_topk);
+  auto* positions = static_cast<int32_t*>(arena->take(sizeof(int32_t) * most));
+  int count = choose_positions(segment, row, shape.index_topk, arena, positions);
+  int padded_count = round_up(count, kTileK);
+  int padded_dim = round_up(shape.key_dim(), kTileK);
+  Rows rows = take_rows(arena, padded_count, shape.key_dim());
+  for (int i = 0; i < count; ++i) {
+    if (segment.decoded) {
+      const uint16_t* key = segment.decoded + positions[i] * rows.stride;
+      for (int k = 0; k < padded_dim; k += kTileK)
+        store_lanes(rows.row(i) + k, load_lanes(key + k));
+      continue;
+    }
+    int64_t slot = call.step.slot(segment.request, positions[i]);
+    format.template read<G>(call.latent_cache + slot * format.bytes(), rows.row(i));
+  }
+  for (int i = count; i < padded_count; ++i)
+    std::memset(rows.row(i), 0, sizeof(uint16_t) * rows.stride);
+  auto* values = static_cast<uint16_t*>(arena->take(
+      sizeof(uint16_t) * padded_count * round_up(shape.kv_lora, kColumns)));
+  pack_values(rows, padded_count, shape.kv_lora, values);
+  return {count, padded_count, rows, values};
+}
+
+// logits [count][16 heads] -> [heads][padded_count], scaled.
+inline void transpose_logits(const float* logits, int heads, int count, int padded_count,
+                             float scale, float* out) {
+  for (int first = 0; first < count; first += kLanes) {
+    Lanes rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      int row = min_int(first + i, count - 1);
+      rows[i] = load_lanes(logits + size_t(row) * kColumns) * scale;
+    }
+    transpose(rows);
+    for (int h = 0; h < heads; ++h)
+      store_lanes(out + size_t(h) * padded_count + first, rows[h]);
+  }
+}
+
+// One head: logits -> bf16 weights in place of them, zeros behind the last; returns the
+// weights' sum.
+inline float softmax(float* logits, int count, int padded_count, uint16_t* weights) {
+  Lanes peaks = Lanes{} + logits[0];
+  int whole = count / kLanes * kLanes;
+  for (int i = 0; i < whole; i += kLanes)
+    peaks = max_lanes(load_lanes(logits + i), peaks);
+  float peak = fold_max(peaks);
+  for (int i = whole; i < count; ++i) peak = logits[i] > peak ? logits[i] : peak;
+  for (int i = 0; i < count; ++i)
+    weights[i] = bf16_from_float(exp_clamped(logits[i] - peak));
+  for (int i = count; i < padded_count; ++i) weights[i] = 0;
+  widen(weights, count, logits);
+  return sum(logits, count);
+}
+
+// Heads [first, first + heads), at most 16, of one row.
+template <class G>
+void attend_heads(const Panel& panel, int row, int first, int heads,
+                  const ChosenKeys& keys, Arena* arena) {
+  const AttentionShape& shape = panel.call->layer.shape;
+  Arena::Mark mark = arena->mark();
+  int query_row = row * shape.heads + first;
+  int k_tiles = round_up(shape.key_dim(), kTileK) / kTileK;
+  auto* tiles = static_cast<uint16_t*>(
+      arena->take(sizeof(uint16_t) * k_tiles * kTileElements));
+  const Rows& query = panel.queries.query;
+  pack_columns({query.row(query_row), query.stride}, heads, k_tiles, tiles);
+  float* logits = take_floats(arena, size_t(keys.count) * kColumns);
+  Gemm dots = {keys.rows.data, keys.rows.stride, keys.count,
+               {tiles, shape.key_dim(), kColumns}, Out::kFloat, logits, kColumns};
+  G::run(dots, {0, keys.count}, {0, 1}, arena);
+  Rows weights = take_rows(arena, heads, keys.padded_count);
+  float* by_head = take_floats(arena, size_t(heads) * keys.padded_count);
+  transpose_logits(logits, heads, keys.count, keys.padded_count, shape.scale, by_head);
+  float total[kColumns];
+  for (int h = 0; h < heads; ++h)
+    total[h] = softmax(by_head + size_t(h) * keys.padded_count, keys.count,
+                       keys.padded_count, weights.row(h));
+  size_t n = shape.kv_lora;
+  float* sums = take_floats(arena, heads * n);
+  Gemm mix = {weights.data, weights.stride, heads, {keys.values, keys.padded_count, int(n)},
+              Out::kFloat, sums, n};
+  G::run(mix, {0, heads}, {0, mix.b.groups()}, arena);
+  for (int h = 0; h < heads; ++h) {
+    uint16_t* out = panel.latent.row(query_row + h);
+    for (size_t i = 0; i < n; ++i) out[i] = bf16_from_float(sums[h * n + i] / total[h]);
+  }
+  arena->release(mark);
+}
+
+// Whether `rows` use the keys of a context more than once on average, so that it is
+// decoded as a whole.
+inline bool is_decoded(const AttentionShape& shape, int rows, int positions) {
+  size_t uses = size_t(rows) * min_int(positions, shape.index_topk);
+  return uses > size_t(positions) && positions <= kMaxDecoded;
+}
+
+// Rows of the panel that belong to requests, cut into segments; rows from `begin` on,
+// as many as kMaxScores and kMaxDecoded allow. Returns the first row left over.
+inline int take_segments(const Panel& panel, int begin, int end, Arena* arena,
+                         Segment* segments, int* count) {
+  const AttentionCall& call = *panel.call;
+  const StepView& step = call.step;
+  const AttentionShape& shape = call.layer.shape;
+  size_t num_scores = 0, num_decoded = 0;
+  int request = 0, row = begin;
+  *count = 0;
+  while (row < end) {
+    int call_row = panel.begin + row;
+    while (step.row_begin[request + 1] <= call_row) ++request;
+    int last = min_int(end, step.row_begin[request + 1] - panel.begin);
+    int visible = step.first_visible[request] + call_row - step.row_begin[request];
+    int positions = visible + last - row - 1;
+    bool is_another = *count == 0 || segments[*count - 1].request != request;
+    if (is_another && is_decoded(shape, last - row, positions)) {
+      if (*count > 0 && num_decoded + positions > kMaxDecoded) break;
+      num_decoded += positions;
+    }
+    Segment segment = {request, row, min_int(last, row + kSegmentRows), visible,
+                       nullptr, 0, nullptr};
+    if (segment.num_positions() > shape.index_topk) {
+      segment.stride = round_up(segment.num_positions(), 16);
+      size_t size = size_t(segment.end - segment.begin) * segment.stride;
+      if (*count > 0 && num_scores + size > kMaxScores) break;
+      num_scores += size;
+      segment.scores = take_floats(arena, size);
+    }
+    segments[(*count)++] = segment;
+    row = segment.end;
+  }
+  return row;
+}
+
+// Decodes the contexts whose keys the rows use more than once on average.
+template <class G>
+void decode_contexts(const Threads& threads, const Panel& panel, Segment* segments,
+                     int count) {
+  const AttentionCall& call = *panel.call;
+  LatentRow format = latent_row(call.layer.shape);
+  for (int first = 0, next; first < count; first = next) {
+    for (next = first; next < count; ++next)
+      if (segments[next].request != segments[first].request) break;
+    int rows = segments[next - 1].end - segments[first].begin;
+    int positions = segments[next - 1].num_positions();
+    if (!is_decoded(call.layer.shape, rows, positions)) continue;
+    Rows keys = take_rows(threads.shared, positions, call.layer.shape.key_dim());
+    for_rows(threads, positions, size_t(format.bytes()), [&](Range range, Arena*) {
+      for (int i = range.begin; i < range.end; ++i) {
+        int64_t slot = call.step.slot(segments[first].request, i);
+        format.template read<G>(call.latent_cache + slot * format.bytes(), keys.row(i));
+      }
+    });
+    for (int s = first; s < next; ++s) segments[s].decoded = keys.data;
+  }
+}
+
+template <class G>
+void score_segments(const Threads& threads, const Panel& panel, const Segment* segments,
+                    int count) {
+  const AttentionShape& shape = panel.call->layer.shape;
+  auto* first_block = static_cast<int*>(threads.shared->take(sizeof(int) * (count + 1)));
+  first_block[0] = 0;
+  for (int s = 0; s < count; ++s) {
+    int blocks = (segments[s].num_positions() + kKeyBlock - 1) / kKeyBlock;
+    first_block[s + 1] = first_block[s] + (segments[s].scores ? blocks : 0);
+  }
+  size_t work = size_t(kKeyBlock) * shape.index_dim * (1 + shape.index_heads / 8);
+  for_items(threads, first_block[count], work, [&](int item, Arena* arena) {
+    int s = 0;
+    while (first_block[s + 1] <= item) ++s;
+    score_block<G>(panel, segments[s], item - first_block[s], arena);
+  });
+}
+
+// Attends rows [begin, end), which the segments cover; the heads of few rows are shared
+// out too, each share with its own copy of the keys.
+template <class G>
+void attend_segments(const Threads& threads, const Panel& panel, const Segment* segments,
+                     int begin, int end) {
+  const AttentionShape& shape = panel.call->layer.shape;
+  int rows = end - begin, groups = (shape.heads + kColumns - 1) / kColumns;
+  int shares = max_int(1, min_int(groups, threads.count() / rows));
+  size_t work = size_t(shape.index_topk) * shape.key_dim() * (1 + shape.heads / 8);
+  for_items(threads, rows * shares, work / shares, [&](int item, Arena* arena) {
+    Arena::Mark mark = arena->mark();
+    int row = begin + item / shares, s = 0;
+    while (segments[s].end <= row) ++s;
+    ChosenKeys keys = gather_keys<G>(*panel.call, segments[s], row, arena);
+    Range mine = share(groups, 1, item % shares, shares);
+    for (int g = mine.begin; g < mine.end; ++g) {
+      int head = g * kColumns, heads = min_int(kColumns, shape.heads - head);
+      attend_heads<G>(panel, row, head, heads, keys, arena);
+    }
+    arena->release(mark);
+  });
+}
+
+// Attends the panel's rows [begin, end), all of which belong to requests.
+template <class G>
+void attend_rows(const Threads& threads, const Panel& panel, int begin, int end) {
+  Arena::Mark mark = threads.shared->mark();
+  auto* segments = static_cast<Segment*>(
+      threads.shared->take(sizeof(Segment) * (end - begin)));
+  while (begin < end) {
+    // A turn gives back what it takes: the next one needs as much.
+    Arena::Mark turn = threads.shared->mark();
+    int count;
+    int next = take_segments(panel, begin, end, threads.shared, segments, &count);
+    decode_contexts<G>(threads, panel, segments, count);
+    score_segments<G>(threads, panel, segments, count);
+    attend_segments<G>(threads, panel, segments, begin, next);
+    threads.shared->release(turn);
+    begin = next;
+  }
+  threads.shared->release(mark);
+}
+
+}  // namespace
+}  // namespace host
+}  // namespace duck

@@ -1,0 +1,108 @@
+// A client's end of one duck: its connection, its Forward stream, what is in flight.
+//
+// A connection that breaks is replaced, and what was in flight is sent again under its
+// old id: a duck keeps no state, so a request may be computed twice. A duck that
+// cannot be connected to fails its requests at once, and so does another duck than the
+// one that the host was checked with: each stream opens with the duck's identity.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "stream/connection.h"
+#include "stream/client/dialer.h"
+#include "stream/ticket.h"
+
+namespace duck::stream {
+
+// Medians are taken over the latest calls.
+struct CallTimes {
+  uint32_t rtt_us, compute_us, queue_us;
+};
+
+class CallLog {
+ public:
+  void add(CallTimes times);
+  uint64_t num_calls() const { return num_calls_; }
+  const std::vector<CallTimes>& latest() const { return latest_; }
+
+ private:
+  static constexpr size_t kWindow = 4096;
+  uint64_t num_calls_ = 0;
+  std::vector<CallTimes> latest_;
+};
+
+class Link : private Connection::Owner {
+ public:
+  // `quiet`: with a request in flight and nothing heard for that long, the duck is
+  // pinged; after half of it again without a sound, the connection counts as lost.
+  Link(int index, const std::string& endpoint, const std::string& identity,
+       const std::string& authorization, int epoll, Clock::duration quiet);
+  ~Link() override;
+
+  void start(const TicketRef& ticket, Clock::time_point now);
+  // Nobody waits for it any more. A request that the duck never took costs it the
+  // connection: it would block the ones behind it.
+  void forget(const Ticket* ticket);
+  void on_event(uint32_t events, Clock::time_point now);
+  // Does what is due and says when to ask again.
+  Clock::time_point on_time(Clock::time_point now);
+  void close();
+  const CallLog& log() const { return log_; }
+
+ private:
+  enum class State { kDown, kConnecting, kOpen };
+
+  void connect(Clock::time_point now);
+  void on_dialed(Dialer::Outcome outcome, Clock::time_point now);
+  void connect_failed(const std::string& reason, Clock::time_point now);
+  void on_connected(Clock::time_point now);
+  void send_waiting();
+  void flush(Clock::time_point now);
+  void settle(Clock::time_point now);
+  void lose(Failure why, bool may_resend);
+  void disconnect();
+  void fail_often_lost();
+  void fail_all(const Failure& why);
+  void watch(bool wants_write);
+
+  void on_headers(Stream* stream, bool is_last) override;
+  size_t max_message_bytes(const Stream& stream) override;
+  void on_message(Stream* stream, Message message) override;
+  void on_refusal(Stream* stream, Connection::Refusal why) override;
+  void on_half_close(Stream*) override {}
+  void on_close(Stream* stream, uint32_t h2_error) override;
+  void on_goaway() override;
+
+  int index_;
+  std::string identity_;
+  Headers headers_;
+  int epoll_;
+  Dialer dialer_;
+  Clock::duration quiet_;
+  State state_ = State::kDown;
+  std::unique_ptr<Connection> connection_;
+  int32_t stream_ = 0;
+  // The stream has said that the right duck is behind it; nothing is sent before.
+  bool is_proven_ = false;
+  bool is_watching_writes_ = false;
+  std::vector<TicketRef> in_flight_;
+  size_t max_reply_bytes_ = 0;  // of all that this connection was sent
+  std::deque<TicketRef> waiting_;
+  // The duck takes no new calls on this connection; those in flight it still answers.
+  bool is_leaving_ = false;
+  // Set inside a callback, acted on once the connection has returned.
+  bool is_lost_ = false;
+  bool may_resend_ = false;
+  Failure loss_{};
+  int num_losses_ = 0;  // in a row, without an answer in between
+  Clock::time_point reconnect_at_{};
+  Clock::time_point last_heard_{};
+  uint64_t num_heard_ = 0;
+  bool is_pinged_ = false;
+  CallLog log_;
+};
+
+}  // namespace duck::stream

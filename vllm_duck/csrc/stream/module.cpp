@@ -1,0 +1,21 @@
+// vllm_duck.executor._stream: client and server of duck.proto on nghttp2.
+#include <nghttp2/nghttp2.h>
+
+#include "stream/stream_module.h"
+
+namespace {
+
+PyObject* nghttp2_version_text(PyObject*, PyObject*) {
+  return PyUnicode_FromString(nghttp2_version(0)->version_str);
+}
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__stream() {
+  auto functions = duck::stream::client_functions();
+  for (auto& function : duck::stream::server_functions()) functions.push_back(function);
+  functions.push_back(duck::binding::no_args<nghttp2_version_text>("nghttp2_version"));
+  return duck::binding::make_module(
+      "_stream", "See vllm_duck.executor.native.client and server.",
+      std::move(functions));
+}

@@ -1,0 +1,79 @@
+#include "stream/send_queue.h"
+
+#include <errno.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace duck::stream {
+namespace {
+
+constexpr int kMaxIovecs = 64;
+
+std::string text_of(const uint8_t* data, size_t size) {
+  return std::string(reinterpret_cast<const char*>(data), size);
+}
+
+}  // namespace
+
+void SendQueue::push(const uint8_t* frames, size_t size) {
+  add({text_of(frames, size), nullptr, 0, 0});
+}
+
+void SendQueue::push(const uint8_t* head, size_t size, PayloadRef payload, size_t begin,
+                     size_t end) {
+  add({text_of(head, size), std::move(payload), begin, end});
+}
+
+void SendQueue::add(Segment segment) {
+  num_bytes_ += segment.size();
+  segments_.push_back(std::move(segment));
+}
+
+int SendQueue::write_to(int socket) {
+  while (!segments_.empty()) {
+    iovec parts[kMaxIovecs];
+    int num_parts = 0;
+    size_t skip = first_written_, total = 0;
+    auto add_part = [&](const void* data, size_t size) {
+      size_t skipped = std::min(skip, size);
+      skip -= skipped;
+      if (size == skipped) return;
+      parts[num_parts++] = {const_cast<char*>(static_cast<const char*>(data)) + skipped,
+                            size - skipped};
+      total += size - skipped;
+    };
+    for (const Segment& segment : segments_) {
+      if (num_parts + 2 > kMaxIovecs) break;
+      add_part(segment.control.data(), segment.control.size());
+      if (segment.payload)
+        add_part(segment.payload->data() + segment.begin, segment.end - segment.begin);
+    }
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = size_t(num_parts);
+    ssize_t written = ::sendmsg(socket, &message, MSG_NOSIGNAL);
+    if (written < 0) {
+      if (errno == EINTR) continue;
+      return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : errno;
+    }
+    drop_written(size_t(written));
+    if (size_t(written) < total) return 0;
+  }
+  return 0;
+}
+
+void SendQueue::drop_written(size_t num_bytes) {
+  first_written_ += num_bytes;
+  while (!segments_.empty() && first_written_ >= segments_.front().size()) {
+    const Segment& front = segments_.front();
+    first_written_ -= front.size();
+    num_bytes_ -= front.size();
+    num_payload_bytes_written_ += front.end - front.begin;
+    segments_.pop_front();
+  }
+}
+
+}  // namespace duck::stream

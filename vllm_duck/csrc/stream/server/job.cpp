@@ -1,0 +1,84 @@
+#include "stream/server/job.h"
+
+#include <cstring>
+#include <new>
+
+namespace duck::stream {
+namespace {
+
+uint32_t microseconds(Clock::duration time) {
+  return uint32_t(std::chrono::duration_cast<std::chrono::microseconds>(time).count());
+}
+
+// Tensors of a message lie at any address; a kernel reads whole numbers.
+template <class T>
+const T* aligned(Slice tensor, Message* copy) {
+  if (reinterpret_cast<uintptr_t>(tensor.data) % alignof(T) == 0)
+    return reinterpret_cast<const T*>(tensor.data);
+  copy->reserve(tensor.size);
+  copy->append(tensor.data, tensor.size);
+  return reinterpret_cast<const T*>(copy->data());
+}
+
+PayloadRef computed(const Compute& compute, const RequestView& request,
+                    Clock::time_point arrival) {
+  std::string problem = misfit(request);
+  if (!problem.empty())
+    return encode_refusal(request.request_id, ForwardStatus::kInvalidRequest, problem);
+  Message copies[3];
+  ReplyWriter reply(request);
+  bool is_fp32 = request.dtype() == DType::kF32;
+  ForwardCall call = {request.layer_idx,
+                      request.num_rows,
+                      request.hidden_size,
+                      request.num_topk,
+                      aligned<uint16_t>(request.hidden, &copies[0]),
+                      aligned<int32_t>(request.topk_ids, &copies[1]),
+                      aligned<float>(request.topk_weights, &copies[2]),
+                      is_fp32 ? reinterpret_cast<float*>(reply.partial()) : nullptr,
+                      is_fp32 ? nullptr : reinterpret_cast<uint16_t*>(reply.partial())};
+  char error[512] = "";
+  auto start = Clock::now();
+  ForwardStatus status = compute.forward(compute.context, call, error, sizeof error);
+  auto end = Clock::now();
+  if (status != ForwardStatus::kOk)
+    return encode_refusal(request.request_id, status, error);
+  return reply.seal(microseconds(start - arrival), microseconds(end - start));
+}
+
+PayloadRef out_of_memory(uint64_t request_id) {
+  try {
+    return encode_refusal(request_id, ForwardStatus::kInternal,
+                          "the duck has no memory for the request");
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+ForwardStatus echo(void*, const ForwardCall& call, char*, size_t) {
+  size_t count = size_t(call.num_rows) * call.hidden_size;
+  if (count == 0) return ForwardStatus::kOk;
+  if (call.out_bf16) std::memcpy(call.out_bf16, call.hidden, count * sizeof(uint16_t));
+  if (call.out_fp32)
+    for (size_t i = 0; i < count; ++i) {
+      uint32_t bits = uint32_t(call.hidden[i]) << 16;
+      std::memcpy(&call.out_fp32[i], &bits, sizeof bits);
+    }
+  return ForwardStatus::kOk;
+}
+
+}  // namespace
+
+void answer(const Compute& compute, Job* job) noexcept {
+  try {
+    job->reply = computed(compute, job->request, job->arrival);
+  } catch (const std::bad_alloc&) {
+    job->message = Message();
+    job->reply = out_of_memory(job->request.request_id);
+  }
+  job->message = Message();
+}
+
+Compute echo_compute() { return {nullptr, echo}; }
+
+}  // namespace duck::stream

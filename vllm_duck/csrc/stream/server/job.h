@@ -1,0 +1,27 @@
+// One request on its way through the kernel.
+#pragma once
+
+#include "base/compute.h"
+#include "stream/proto.h"
+#include "stream/ticket.h"
+
+namespace duck::stream {
+
+struct Job {
+  uint64_t peer_id;
+  int32_t stream_id;
+  Message message;
+  RequestView request;  // into message
+  Clock::time_point arrival;
+  PayloadRef reply;
+};
+
+// Fills job->reply, whatever happens; it stays null if there is no memory for a
+// sentence.
+void answer(const Compute& compute, Job* job) noexcept;
+
+// Gives the hidden rows back as the partial sum: the duck of benchmarks and tests of
+// the wire.
+Compute echo_compute();
+
+}  // namespace duck::stream

@@ -1,0 +1,62 @@
+// One request in flight at all ducks, and what became of it at each.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "stream/payload.h"
+#include "stream/proto.h"
+
+namespace duck::stream {
+
+using Clock = std::chrono::steady_clock;
+
+// Why a duck gave no partial sum; Python makes its error of it.
+struct Failure {
+  enum Kind {
+    kStatus = 0,   // code: a gRPC status
+    kRefused = 1,  // code: `Status` of duck.proto
+    kTimeout = 2,
+    kProtocol = 3,
+    kClosed = 4,
+    kIdentity = 5,  // text: who answered instead of the duck
+  };
+  Kind kind;
+  int code;
+  std::string text;
+};
+
+struct Slot {
+  bool is_done = false;
+  int num_losses = 0;  // connections that broke before the answer came
+  Message message;
+  ReplyView reply;  // into message
+  uint32_t rtt_us = 0;
+};
+
+struct Ticket {
+  uint64_t request_id;
+  PayloadRef request;
+  size_t max_reply_bytes;
+  uint32_t num_rows, hidden_size;
+  DType dtype;
+  Clock::time_point start, deadline;
+  std::vector<Slot> slots;  // by duck
+  int num_missing;
+  // The first failure; the others do not matter any more.
+  int failed_duck = -1;
+  Failure failure;
+
+  bool is_settled() const { return num_missing == 0 || failed_duck >= 0; }
+  void fail(int duck, Failure why) {
+    if (is_settled()) return;
+    failed_duck = duck;
+    failure = std::move(why);
+  }
+};
+
+using TicketRef = std::shared_ptr<Ticket>;
+
+}  // namespace duck::stream

@@ -1,0 +1,1 @@
+"""The MoE kernel, and what its weights are packed from."""

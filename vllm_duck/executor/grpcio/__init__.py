@@ -1,0 +1,1 @@
+"""The fallback transport: stock grpcio, both ends."""

@@ -1,0 +1,1 @@
+"""The native stream: gRPC in C++ on nghttp2, both ends."""

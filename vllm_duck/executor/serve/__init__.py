@@ -1,0 +1,1 @@
+"""A duck at work: its kernel behind a server, and local ducks as processes."""

@@ -1,0 +1,1 @@
+"""Directories that hold one duck's share of a checkpoint."""

@@ -1,0 +1,254 @@
+"""A checkpoint on disk, seen without torch: config, tensor index, file headers.
+
+Invariant, pinned by tests: a tensor's place is checked against the file's length before
+anything is read.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vllm_duck.errors import DuckCheckpointError
+from vllm_duck.executor.duck import ModelSummary
+from vllm_duck.executor.weights.fingerprint import fingerprint_of
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+# Marks a directory that is not a checkpoint but one duck's part of one.
+SPLIT_MANIFEST_FILE = "manifest.json"
+
+# A header names the tensors of one file: 100 bytes each. More than this is garbage.
+_MAX_HEADER_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where one tensor's bytes are."""
+
+    name: str
+    path: Path
+    # As the file spells it: "F8_E4M3", "BF16", "F32", ...
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Checkpoint:
+    """One model directory: a single model.safetensors, or files with an index.
+
+    Raises:
+        DuckCheckpointError: config or index are missing or not what they must be.
+    """
+
+    def __init__(self, model_dir: str | os.PathLike[str]) -> None:
+        self.model_dir = Path(model_dir)
+        self.config = _read_json(self.model_dir / "config.json")
+        self._headers: dict[Path, dict[str, TensorPlace]] = {}
+        self._file_names = self._read_index()
+
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        return frozenset(self._file_names)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of what the model is, for comparing it across machines.
+
+        Raises:
+            DuckCheckpointError: a file is missing or truncated.
+        """
+        return fingerprint_of(self)
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config_int("hidden_size")
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        return self._config_int("moe_intermediate_size")
+
+    @property
+    def n_routed_experts(self) -> int:
+        return self._config_int("n_routed_experts")
+
+    @cached_property
+    def moe_layer_ids(self) -> tuple[int, ...]:
+        """Layers with routed experts by config: of the trunk, and of the MTP layers
+        that the checkpoint holds."""
+        num_layers = self._config_int("num_hidden_layers")
+        num_mtp = self._config_int("num_nextn_predict_layers", 0)
+        step = self._config_int("moe_layer_freq", 1)
+        return tuple(
+            layer_idx
+            for layer_idx in range(
+                self._config_int("first_k_dense_replace", 0), num_layers + num_mtp
+            )
+            if layer_idx % step == 0
+            and (layer_idx < num_layers or self._holds_layer(layer_idx))
+        )
+
+    def _holds_layer(self, layer_idx: int) -> bool:
+        prefix = f"model.layers.{layer_idx}."
+        return any(name.startswith(prefix) for name in self._file_names)
+
+    @cached_property
+    def weight_format(self) -> str:
+        """How the experts are stored: "e4m3-block128" or "bf16".
+
+        Raises:
+            DuckCheckpointError: they are stored in another way.
+        """
+        quantization = self.config.get("quantization_config")
+        if quantization is None:
+            return "bf16"
+        if not isinstance(quantization, Mapping):
+            quantization = {}
+        method = quantization.get("quant_method")
+        block_shape = quantization.get("weight_block_size")
+        if method != "fp8" or block_shape != [128, 128]:
+            raise DuckCheckpointError(
+                f"{self.model_dir}: experts must be bf16, or fp8 with "
+                "weight_block_size [128, 128]; quantization_config says "
+                f"{method} with {block_shape}"
+            )
+        return "e4m3-block128"
+
+    @property
+    def summary(self) -> ModelSummary:
+        return ModelSummary(
+            fingerprint=self.fingerprint,
+            layer_ids=self.moe_layer_ids,
+            hidden_size=self.hidden_size,
+            moe_intermediate_size=self.moe_intermediate_size,
+            n_routed_experts=self.n_routed_experts,
+            weight_format=self.weight_format,
+        )
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor.
+
+        Raises:
+            DuckCheckpointError: the checkpoint does not list it.
+        """
+        file_name = self._file_names.get(name)
+        if file_name is None:
+            raise DuckCheckpointError(
+                f"{self.model_dir} does not list the tensor {name}; "
+                "the checkpoint is incomplete, or config.json is of another model"
+            )
+        return self.model_dir / file_name
+
+    def place_of(self, name: str) -> TensorPlace:
+        """Where a tensor's bytes are.
+
+        Raises:
+            DuckCheckpointError: it is missing, or its file is missing or truncated.
+        """
+        path = self.file_of(name)
+        place = self._header_of(path).get(name)
+        if place is None:
+            raise DuckCheckpointError(
+                f"{path} must hold the tensor {name} by {INDEX_FILE}, and does not; "
+                "fetch that file again"
+            )
+        return place
+
+    def _header_of(self, path: Path) -> dict[str, TensorPlace]:
+        header = self._headers.get(path)
+        if header is None:
+            header = self._headers[path] = read_header(path)
+        return header
+
+    def _read_index(self) -> dict[str, str]:
+        index_path = self.model_dir / INDEX_FILE
+        if index_path.exists():
+            weight_map = _read_json(index_path).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise DuckCheckpointError(f"{index_path} must have a weight_map")
+            return weight_map
+        single_path = self.model_dir / SINGLE_FILE
+        if (self.model_dir / SPLIT_MANIFEST_FILE).exists():
+            raise DuckCheckpointError(
+                f"{self.model_dir} must hold a whole model, and it is one duck's "
+                f"split: start it with `vllm-duck serve {self.model_dir}`"
+            )
+        if not single_path.exists():
+            raise DuckCheckpointError(
+                f"{self.model_dir} must hold {INDEX_FILE} or {SINGLE_FILE}, "
+                "and holds neither"
+            )
+        return dict.fromkeys(self._header_of(single_path), SINGLE_FILE)
+
+    def _config_int(self, key: str, default: int | None = None) -> int:
+        value = self.config.get(key, default)
+        if not isinstance(value, int):
+            raise DuckCheckpointError(
+                f"{self.model_dir / 'config.json'} must have an integer {key}, "
+                f"got {value!r}; is it a DeepSeek-V3.2 model?"
+            )
+        return value
+
+
+def read_header(path: Path) -> dict[str, TensorPlace]:
+    """Read where a safetensors file keeps its tensors, and check that it can.
+
+    Raises:
+        DuckCheckpointError: the file is missing, no safetensors file, or truncated.
+    """
+    try:
+        num_file_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            (num_header_bytes,) = struct.unpack("<Q", prefix)
+            if num_header_bytes > _MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {num_header_bytes} bytes")
+            header = json.loads(file.read(num_header_bytes))
+            return {
+                name: _place(path, name, entry, 8 + num_header_bytes, num_file_bytes)
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+    except OSError as error:
+        raise DuckCheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except DuckCheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise DuckCheckpointError(
+            f"{path} must be a safetensors file; its header does not parse: {error}; "
+            "fetch that file again"
+        ) from error
+
+
+def _place(
+    path: Path,
+    name: str,
+    entry: Mapping[str, Any],
+    data_begin: int,
+    num_file_bytes: int,
+) -> TensorPlace:
+    begin, end = (data_begin + int(offset) for offset in entry["data_offsets"])
+    if end > num_file_bytes:
+        raise DuckCheckpointError(
+            f"{path} is truncated: the tensor {name} ends at byte {end}, the file at "
+            f"{num_file_bytes}; fetch that file again"
+        )
+    shape = tuple(int(size) for size in entry["shape"])
+    return TensorPlace(name, path, str(entry["dtype"]), shape, begin, end)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise DuckCheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise DuckCheckpointError(f"{path} must be JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DuckCheckpointError(f"{path} must be a JSON object")
+    return content

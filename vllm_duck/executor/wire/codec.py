@@ -1,0 +1,265 @@
+"""Turns the records of `duck` into message bytes and back.
+
+Pure: no sockets, no clocks. The only module that imports the generated code. Requests
+and replies are the native stream's code (csrc/stream/proto.h), so that both transports
+take and refuse the same bytes, and a call costs grpcio's side microseconds.
+
+Invariants, pinned by tests:
+- what is decoded has passed every check of shape, dtype and range that needs neither
+  model nor request;
+- a message that does not parse raises DuckProtocolError; one that parses but does not
+  fit itself raises RequestShapeError, which knows the request id to answer to;
+- what is encoded has a checksum, and one byte changed on the way is an error. A request
+  without a checksum is taken, since a client by hand may not care; a reply is not.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from vllm_duck.errors import DuckProtocolError, DuckShapeError
+from vllm_duck.executor import _kernel
+from vllm_duck.executor.duck import (
+    BF16,
+    F32,
+    DuckInfo,
+    MoeRequest,
+    Partial,
+    ReplyDtype,
+    Shard,
+)
+from vllm_duck.executor.wire import duck_pb2
+
+DESCRIBE_REQUEST = duck_pb2.DescribeRequest().SerializeToString()
+
+# Parsed::kBadChecksum of csrc/stream/proto.h; the other failure is kMalformed.
+_BAD_CHECKSUM = 2
+
+_I32 = np.dtype(np.int32)
+_WIRE_DTYPE: dict[ReplyDtype, int] = {
+    "bf16": duck_pb2.DTYPE_BF16,
+    "fp32": duck_pb2.DTYPE_F32,
+}
+_REPLY_DTYPE: dict[int, ReplyDtype] = {
+    number: name for name, number in _WIRE_DTYPE.items()
+}
+NUMPY_DTYPE: dict[ReplyDtype, np.dtype] = {"bf16": BF16, "fp32": F32}
+
+
+class ReplyStatus(IntEnum):
+    """`Status` of duck.proto, for the modules that must not import generated code."""
+
+    UNSPECIFIED = 0
+    OK = 1
+    INVALID_REQUEST = 2
+    INTERNAL = 3
+
+
+_STATUSES = frozenset(ReplyStatus)
+
+
+class RequestShapeError(DuckShapeError):
+    """A request parsed, but its parts do not fit each other."""
+
+    def __init__(self, message: str, *, request_id: int) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+class ChecksumError(DuckProtocolError):
+    """A message was damaged on its way."""
+
+
+class DecodedRequest(NamedTuple):
+    """A request as a duck sees it."""
+
+    request_id: int
+    request: MoeRequest
+    reply_dtype: ReplyDtype
+
+
+class DecodedReply(NamedTuple):
+    """A reply as the host sees it; `partial` is None unless the status is OK."""
+
+    request_id: int
+    status: ReplyStatus
+    error: str
+    partial: Partial | None
+    queue_us: int
+    compute_us: int
+
+
+def encode_request(
+    request: MoeRequest, *, request_id: int, reply_dtype: ReplyDtype
+) -> bytes:
+    """Write a request, copying each tensor once."""
+    num_rows, hidden_size = request.hidden.shape
+    return _kernel.encode_request(
+        request_id,
+        request.layer_idx,
+        num_rows,
+        hidden_size,
+        request.topk_ids.shape[1],
+        _WIRE_DTYPE[reply_dtype],
+        request.hidden,
+        request.topk_ids,
+        request.topk_weights,
+    )
+
+
+def decode_request(message: bytes) -> DecodedRequest:
+    """Read a request.
+
+    Raises:
+        DuckProtocolError: the bytes are not a ForwardRequest.
+        ChecksumError: they were another one when they were sent.
+        RequestShapeError: they are, but sizes and tensors disagree.
+    """
+    parsed = _kernel.parse_request(message)
+    if isinstance(parsed, int):
+        raise _unsound("duck.v1.ForwardRequest", message, parsed)
+    request_id, layer_idx, rows, hidden_size, topk, dtype, *positions, misfit = parsed
+    if misfit:
+        raise RequestShapeError(misfit, request_id=request_id)
+    hidden_at, ids_at, weights_at = positions
+    request = MoeRequest(
+        layer_idx=layer_idx,
+        hidden=_aligned(_tensor(message, hidden_at, BF16, (rows, hidden_size))),
+        topk_ids=_aligned(_tensor(message, ids_at, _I32, (rows, topk))),
+        topk_weights=_aligned(_tensor(message, weights_at, F32, (rows, topk))),
+    )
+    return DecodedRequest(request_id, request, _REPLY_DTYPE[dtype])
+
+
+def encode_reply(
+    partial: Partial, *, request_id: int, queue_us: int, compute_us: int
+) -> bytes:
+    """Write a partial sum [T, H] as a reply."""
+    num_rows, hidden_size = partial.shape
+    dtype = _WIRE_DTYPE["bf16" if partial.dtype == BF16 else "fp32"]
+    return _kernel.encode_reply(
+        request_id, num_rows, hidden_size, dtype, queue_us, compute_us, partial
+    )
+
+
+def encode_refusal(request_id: int, status: ReplyStatus, *, error: str) -> bytes:
+    """Write a reply that says why there is no partial sum."""
+    return _kernel.encode_refusal(request_id, status, error)
+
+
+def decode_reply(message: bytes) -> DecodedReply:
+    """Read a reply.
+
+    Raises:
+        DuckProtocolError: the bytes are not a ForwardReply that fits itself.
+        ChecksumError: it was another one when it was sent.
+    """
+    parsed = _kernel.parse_reply(message)
+    if isinstance(parsed, int):
+        raise _unsound("duck.v1.ForwardReply", message, parsed)
+    request_id, status, error, num_rows, hidden_size, dtype = parsed[:6]
+    queue_us, compute_us, partial_at, has_checksum, misfit = parsed[6:]
+    is_ok = status == ReplyStatus.OK
+    if not has_checksum:
+        problem = "it has no checksum"
+    elif status not in _STATUSES:
+        problem = f"{status} is not a valid ReplyStatus"
+    else:
+        problem = misfit if is_ok else ""
+    if problem:
+        raise DuckProtocolError(
+            f"expected a duck.v1.ForwardReply, got {len(message)} bytes that are not "
+            f"a sound one: {problem}"
+        )
+    partial = None
+    if is_ok:
+        np_dtype = NUMPY_DTYPE[_REPLY_DTYPE[dtype]]
+        partial = _tensor(message, partial_at, np_dtype, (num_rows, hidden_size))
+    return DecodedReply(
+        request_id=request_id,
+        status=ReplyStatus(status),
+        error=error.decode(errors="replace"),
+        partial=partial,
+        queue_us=queue_us,
+        compute_us=compute_us,
+    )
+
+
+def encode_info(info: DuckInfo) -> bytes:
+    """Write what a duck says of itself."""
+    shard = info.shard
+    return duck_pb2.DescribeReply(
+        protocol_version=info.protocol_version,
+        model_fingerprint=info.model_fingerprint,
+        layer_ids=info.layer_ids,
+        shard=duck_pb2.Shard(
+            column_lo=shard.column_lo,
+            column_hi=shard.column_hi,
+            expert_lo=shard.expert_lo,
+            expert_hi=shard.expert_hi,
+        ),
+        hidden_size=info.hidden_size,
+        moe_intermediate_size=info.moe_intermediate_size,
+        n_routed_experts=info.n_routed_experts,
+        weight_format=info.weight_format,
+        isa=info.isa,
+        num_threads=info.num_threads,
+        weight_bytes=info.weight_bytes,
+        resident_bytes=info.resident_bytes,
+    ).SerializeToString()
+
+
+def decode_info(message: bytes) -> DuckInfo:
+    """Read what a duck says of itself.
+
+    Raises:
+        DuckProtocolError: the bytes are not a DescribeReply.
+    """
+    try:
+        wire = duck_pb2.DescribeReply.FromString(message)
+    except DecodeError as error:
+        raise DuckProtocolError(
+            f"expected a duck.v1.DescribeReply, got {len(message)} bytes that do not "
+            "parse as one"
+        ) from error
+    shard = wire.shard
+    return DuckInfo(
+        protocol_version=wire.protocol_version,
+        model_fingerprint=wire.model_fingerprint,
+        layer_ids=tuple(wire.layer_ids),
+        shard=Shard(shard.column_lo, shard.column_hi, shard.expert_lo, shard.expert_hi),
+        hidden_size=wire.hidden_size,
+        moe_intermediate_size=wire.moe_intermediate_size,
+        n_routed_experts=wire.n_routed_experts,
+        weight_format=wire.weight_format,
+        isa=wire.isa,
+        num_threads=wire.num_threads,
+        weight_bytes=wire.weight_bytes,
+        resident_bytes=wire.resident_bytes,
+    )
+
+
+def _unsound(name: str, message: bytes, parsed: int) -> DuckProtocolError:
+    what = f"expected a {name}, got {len(message)} bytes"
+    if parsed == _BAD_CHECKSUM:
+        return ChecksumError(
+            f"{what} with a wrong checksum; something between host and duck damages "
+            "what it passes on"
+        )
+    return DuckProtocolError(f"{what} that do not parse as one")
+
+
+def _tensor(
+    message: bytes, position: int, dtype: np.dtype, shape: Sequence[int]
+) -> np.ndarray:
+    """The part of a message that is a tensor, where it lies."""
+    rows, columns = shape
+    return np.frombuffer(message, dtype, rows * columns, position).reshape(shape)
+
+
+def _aligned(tensor: np.ndarray) -> np.ndarray:
+    """For a kernel, which reads whole numbers."""
+    return tensor if tensor.flags.aligned else tensor.copy()

@@ -1,0 +1,71 @@
+"""The one table from gRPC status codes and reply statuses to our errors."""
+
+import grpc
+
+from vllm_duck.errors import (
+    DuckError,
+    DuckProtocolError,
+    DuckShapeError,
+    DuckTimeout,
+    DuckTransportError,
+    DuckUnavailable,
+)
+from vllm_duck.executor.wire.codec import ReplyStatus
+
+_STATUS_ERRORS: dict[grpc.StatusCode, tuple[type[DuckTransportError], str]] = {
+    grpc.StatusCode.UNAVAILABLE: (
+        DuckUnavailable,
+        "cannot be reached or went away; is it running, and is the endpoint right?",
+    ),
+    grpc.StatusCode.CANCELLED: (DuckUnavailable, "closed the connection"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (
+        DuckTimeout,
+        "did not answer in time; raise deadline_s if it is only slow",
+    ),
+    grpc.StatusCode.UNIMPLEMENTED: (
+        DuckProtocolError,
+        "speaks gRPC but is not a duck; check the endpoint",
+    ),
+    grpc.StatusCode.UNAUTHENTICATED: (
+        DuckProtocolError,
+        "refused the token; give both sides the same token_file",
+    ),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (
+        DuckProtocolError,
+        "refused the size or the number of the calls; lower max_num_batched_tokens or "
+        "raise the duck's --max-message-mib",
+    ),
+    grpc.StatusCode.INVALID_ARGUMENT: (DuckProtocolError, "refused a message"),
+    grpc.StatusCode.DATA_LOSS: (
+        DuckProtocolError,
+        "got a damaged message; something on the way changes what it passes on",
+    ),
+}
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+_OTHER_STATUS_ERROR = (DuckProtocolError, "did not answer as a duck")
+
+_REPLY_ERRORS: dict[ReplyStatus, type[DuckError]] = {
+    ReplyStatus.INVALID_REQUEST: DuckShapeError,
+    ReplyStatus.INTERNAL: DuckUnavailable,
+}
+
+
+def error_of_rpc(name: str, error: grpc.RpcError) -> DuckTransportError:
+    """Our error for a failed call to the duck `name`."""
+    return _error(name, error.code(), error.details())
+
+
+def error_of_status(name: str, code: int, details: str) -> DuckTransportError:
+    """The same, from the status code's number."""
+    return _error(name, _CODES.get(code, grpc.StatusCode.UNKNOWN), details)
+
+
+def error_of_reply(name: str, status: ReplyStatus, reason: str) -> DuckError:
+    """Our error for a reply whose status is not OK."""
+    kind = _REPLY_ERRORS.get(status, DuckProtocolError)
+    return kind(f"duck {name} refused a request ({status.name}): {reason}")
+
+
+def _error(name: str, code: grpc.StatusCode, details: str) -> DuckTransportError:
+    kind, meaning = _STATUS_ERRORS.get(code, _OTHER_STATUS_ERROR)
+    return kind(f"duck {name} {meaning} ({code.name}: {details})")

@@ -1,0 +1,105 @@
+"""Duck's figures in vLLM's log and in /metrics: a plugin of `vllm.stat_logger_plugins`.
+
+With duck off it does nothing.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from vllm_duck.config import HandOver, is_duck_engine
+from vllm_duck.metrics.figures import FiguresFile
+from vllm_duck.spec_decode.lanes.times import Overlap
+
+logger = init_logger(__name__)
+
+_PREFIX = "vllm_duck:"
+# Field of Overlap, metric, what it counts.
+_SUMS = (
+    ("num_steps", "overlapped_steps", "Steps that ran in lanes."),
+    ("pair_s", "pair_seconds", "Time of the layers with ducks of those steps."),
+    ("s0_s", "stage0_seconds", "Work of the host in them."),
+    ("s1_s", "stage1_seconds", "Work of the ducks in them, with the way there."),
+    ("ideal_s", "ideal_seconds", "What they would take with a perfect overlap."),
+)
+_DUCK_TIMES = (
+    ("rtt_us", "round_trip_seconds", "From sending a request to its reply."),
+    ("compute_us", "compute_seconds", "In the duck's kernel."),
+    ("queue_us", "queue_seconds", "In the duck's queue."),
+)
+
+
+class DuckStatLogger(StatLoggerBase):
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self._file: FiguresFile | None = None
+        self._logged = Overlap()
+        if is_duck_engine(vllm_config):
+            self._file = FiguresFile(HandOver.of(vllm_config).figures_file)
+            REGISTRY.register(_Collector(self._file))
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        """The worker has recorded already."""
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+    def log(self) -> None:
+        """One line about the steps since the last one, if there were any."""
+        figures = self._file.read() if self._file else None
+        if figures is None:
+            return
+        total = Overlap.from_figures(figures["overlap"])
+        latest, self._logged = total - self._logged, total
+        if latest.num_steps:
+            logger.info("%s", latest)
+
+
+class _Collector:
+    """Reads the figures when /metrics is asked for."""
+
+    def __init__(self, file: FiguresFile) -> None:
+        self._file = file
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self._file.read()
+        if figures is None:
+            return
+        overlap = figures["overlap"]
+        for field, name, text in _SUMS:
+            yield CounterMetricFamily(_PREFIX + name, text, value=overlap[field])
+        waits = CounterMetricFamily(
+            _PREFIX + "wait_seconds",
+            "Waits of the host for the ducks.",
+            labels=["lane"],
+        )
+        for lane_idx, seconds in enumerate(overlap["wait_s"]):
+            waits.add_metric([str(lane_idx)], seconds)
+        yield waits
+        serial = CounterMetricFamily(
+            _PREFIX + "serial_steps", "Steps that ran in one lane.", labels=["reason"]
+        )
+        for reason, count in figures["serial_steps"].items():
+            serial.add_metric([reason], count)
+        yield serial
+        yield from _of_ducks(figures["ducks"])
+
+
+def _of_ducks(ducks: list[dict[str, Any]]) -> Iterator[Metric]:
+    calls = CounterMetricFamily(
+        _PREFIX + "duck_calls", "Calls that the duck answered.", labels=["duck"]
+    )
+    for duck in ducks:
+        calls.add_metric([duck["name"]], duck["num_calls"])
+    yield calls
+    for field, name, text in _DUCK_TIMES:
+        times = GaugeMetricFamily(
+            f"{_PREFIX}duck_{name}", f"{text} Median of late.", labels=["duck"]
+        )
+        for duck in ducks:
+            times.add_metric([duck["name"]], duck[field] / 1e6)
+        yield times
