@@ -107,7 +107,8 @@ def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
         with _choices(os.environ), engine_environ.safe_path(os.environ):
             vllm_config = original(args, usage_context, headless)
             setup_engine.check(vllm_config)
-            kv_space.set_default(vllm_config)
+            with page_cache_is_free():
+                kv_space.set_default(vllm_config)
         return vllm_config
 
     return create_engine_config

@@ -22,7 +22,6 @@ from vllm_duck.config import DuckConfig, HandOver
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.duck import REQUANTIZED_FORMATS
 from vllm_duck.executor.weights.checkpoint import Checkpoint
-from vllm_duck.hooks import page_cache_is_free
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_format import IndexFormat, LatentFormat
 
@@ -160,14 +159,14 @@ def _demand(vllm_config: VllmConfig) -> Demand:
 def _memory(vllm_config: VllmConfig) -> Memory:
     checkpoint = Checkpoint(vllm_config.model_config.model)
     config = DuckConfig.of(vllm_config)
-    with page_cache_is_free():
-        nodes = get_visible_memory_node()
-        total = sum(get_memory_node_info(node).available_memory for node in nodes)
-        limit = get_cgroup_memory_limit()
-        if limit is not None:
-            usage = cpu_resource_utils.get_cgroup_memory_usage()
-            total = min(total, limit - (usage or 0))
-        own_node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+    nodes = get_visible_memory_node()
+    total = sum(get_memory_node_info(node).available_memory for node in nodes)
+    limit = get_cgroup_memory_limit()
+    if limit is not None:
+        # By its module: a hook counts the page cache as free there.
+        usage = cpu_resource_utils.get_cgroup_memory_usage()
+        total = min(total, limit - (usage or 0))
+    own_node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
     return Memory(
         node=own_node.available_memory,
         total=total,

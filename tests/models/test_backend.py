@@ -28,7 +28,7 @@ def test_nothing_but_the_choice_of_the_backend_names_the_cpu_s():
         for path in ROOT.rglob("*.py")
         if "models.cpu" in path.read_text() and "cpu" not in path.parts
     }
-    assert naming == {"models/backend.py", "cli/doctor.py"}
+    assert naming == {"models/host_backend.py", "cli/doctor.py"}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def cpu(engines, tiny_model):
 @pytest.fixture(scope="module")
 def plain_torch(tiny_model, cpu):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_duck.models.cpu.backend.CpuBackend", TorchBackend)
+        patch.setattr("vllm_duck.models.host_backend.CpuBackend", TorchBackend)
         llm = start(tiny_model, speculates=True)
     runner_of(llm).lanes.policy = LanePolicy(True, times=None)
     return llm
@@ -77,7 +77,7 @@ def test_a_backend_in_plain_torch_gives_the_same_tokens(cpu, plain_torch, tiny_m
 
 
 def test_the_runner_finds_a_cpu_model_by_default():
-    from vllm_duck.models.backend import host_backend
+    from vllm_duck.models.host_backend import host_backend
 
     rows = host_backend().enter(torch.ones(2, 4, dtype=torch.bfloat16))
     assert host_backend().leave(rows).shape == (2, 4)

@@ -156,10 +156,3 @@ def run_layers(layers: Sequence[Layer], rows: Rows, step: Step) -> Rows:
     for layer in layers:
         rows = layer.stage0(rows, step).wait().rows
     return rows
-
-
-def host_backend() -> HostBackend:
-    """The backend for the device that vLLM runs on."""
-    from vllm_duck.models.cpu.backend import CpuBackend
-
-    return CpuBackend()

@@ -12,10 +12,10 @@ from vllm_duck.models.backend import (
     HostBackend,
     Layer,
     LayerRunner,
-    host_backend,
     run_layers,
 )
 from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.models.host_backend import host_backend
 from vllm_duck.models.kv_cache import LayerCaches
 from vllm_duck.models.kv_format import KvDtype
 from vllm_duck.models.packing import finish_loading

@@ -15,9 +15,10 @@ from vllm.config import VllmConfig
 from vllm_duck.config import HandOver
 from vllm_duck.executor.duck import Ducks
 from vllm_duck.executor.weights.checkpoint import Checkpoint
-from vllm_duck.models.backend import Embedding, Head, host_backend
+from vllm_duck.models.backend import Embedding, Head
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.models.host_backend import host_backend
 from vllm_duck.models.kv_cache import LayerCaches
 from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope

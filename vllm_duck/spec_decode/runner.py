@@ -22,7 +22,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_duck.config import DuckConfig
 from vllm_duck.executor.duck import Ducks
-from vllm_duck.models.backend import host_backend
+from vllm_duck.models.host_backend import host_backend
 from vllm_duck.spec_decode.acceptance import DuckRejectionSampler, VerifyBatch
 from vllm_duck.spec_decode.confirmed import confirmed_rows
 from vllm_duck.spec_decode.drafts import NO_TOKEN, Draft, DraftBook

@@ -21,7 +21,8 @@ from vllm_duck.executor.split.format import LayerLayout, Manifest
 from vllm_duck.executor.split.journal import JOURNAL_FILE, SplitJournal
 from vllm_duck.executor.split.whole_files import LayerFile
 from vllm_duck.executor.split.writer import split_checkpoint
-from vllm_duck.executor.weights.checkpoint import Checkpoint, read_header
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.weights.headers import read_header
 from vllm_duck.executor.weights.plan import ShardPlan
 from vllm_duck.executor.weights.tensor_reader import TensorReader
 

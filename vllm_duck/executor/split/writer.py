@@ -36,12 +36,13 @@ from vllm_duck.executor.split.format import (
 )
 from vllm_duck.executor.split.journal import JOURNAL_FILE, SplitJournal
 from vllm_duck.executor.split.whole_files import LayerFile, are_whole, write_whole
-from vllm_duck.executor.weights.checkpoint import Checkpoint, TensorPlace
+from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.weights.expert_tensors import (
     ExpertTensor,
     allocate_layer,
     expert_tensors,
 )
+from vllm_duck.executor.weights.headers import TensorPlace
 from vllm_duck.executor.weights.plan import ShardPlan
 from vllm_duck.executor.weights.progress import ByteProgress
 from vllm_duck.executor.weights.tensor_reader import TensorReader

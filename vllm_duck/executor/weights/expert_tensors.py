@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from vllm_duck.errors import DuckCheckpointError, DuckConfigError
 from vllm_duck.executor.compute.kernel import BLOCK, GROUP_SIZES, LayerWeights
 from vllm_duck.executor.duck import ModelSummary, Shard
-from vllm_duck.executor.weights.checkpoint import Checkpoint, TensorPlace
+from vllm_duck.executor.weights.checkpoint import Checkpoint
+from vllm_duck.executor.weights.headers import TensorPlace
 
 _WEIGHT_DTYPES = {
     "e4m3-block128": "F8_E4M3",

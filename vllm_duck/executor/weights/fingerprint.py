@@ -13,13 +13,11 @@ Invariants, pinned by tests:
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from vllm_duck.errors import DuckCheckpointError
-
-if TYPE_CHECKING:
-    from vllm_duck.executor.weights.checkpoint import Checkpoint, TensorPlace
+from vllm_duck.executor.weights.headers import TensorPlace
 
 _MAX_TENSORS = 1024
 _SAMPLE_BYTES = 4096
@@ -28,15 +26,21 @@ _SAMPLE_BYTES = 4096
 _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version"})
 
 
-def fingerprint_of(checkpoint: "Checkpoint") -> str:
+def fingerprint_of(
+    config: Mapping[str, Any],
+    tensor_names: Collection[str],
+    place_of: Callable[[str], TensorPlace],
+) -> str:
     """Read the samples and hash them.
+
+    config: as in config.json.
 
     Raises:
         DuckCheckpointError: a file is missing or truncated.
     """
-    names = sorted(checkpoint.tensor_names)
-    places = [checkpoint.place_of(name) for name in _spread(names)]
-    digest = hashlib.sha256(_text_of(checkpoint.config, names))
+    names = sorted(tensor_names)
+    places = [place_of(name) for name in _spread(names)]
+    digest = hashlib.sha256(_text_of(config, names))
     samples = _read_samples(places)
     for place in places:
         digest.update(json.dumps([place.name, place.dtype, place.shape]).encode())
@@ -54,7 +58,7 @@ def _spread(names: Sequence[str]) -> list[str]:
     return [names[index * len(names) // count] for index in range(count)]
 
 
-def _read_samples(places: Sequence["TensorPlace"]) -> dict[str, bytes]:
+def _read_samples(places: Sequence[TensorPlace]) -> dict[str, bytes]:
     """By tensor name; read in the files' order, which a slow disk likes."""
     samples = {}
     for place in sorted(places, key=lambda place: (place.path, place.begin)):

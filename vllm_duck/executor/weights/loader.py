@@ -14,13 +14,14 @@ from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.compute.kernel import LayerWeights
 from vllm_duck.executor.compute.requantize import load_expert
 from vllm_duck.executor.duck import ModelSummary, Shard
-from vllm_duck.executor.weights.checkpoint import Checkpoint, TensorPlace
+from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.weights.expert_tensors import (
     Rectangle,
     allocate_layer,
     check_shard,
     expert_tensors,
 )
+from vllm_duck.executor.weights.headers import TensorPlace
 from vllm_duck.executor.weights.progress import ByteProgress
 from vllm_duck.executor.weights.tensor_reader import TensorReader
 

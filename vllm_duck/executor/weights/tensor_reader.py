@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_duck.errors import DuckCheckpointError
-from vllm_duck.executor.weights.checkpoint import TensorPlace
+from vllm_duck.executor.weights.headers import TensorPlace
 
 # All but F32 are kept as bits: numpy has no e4m3, bf16 or int4.
 NUMPY_DTYPES: dict[str, np.dtype] = {
