@@ -10,9 +10,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError
 
 ROOT = Path(__file__).parent
-INIT = (ROOT / "vllm_duck" / "__init__.py").read_text()
-VERSION = re.search(r'__version__ = "(.+)"', INIT)[1]
-VLLM = re.search(r'VLLM_VERSION = "(.+)"', INIT)[1]
+VERSIONS = (ROOT / "vllm_duck" / "version.py").read_text()
+VERSION = re.search(r'__version__ = "(.+)"', VERSIONS)[1]
+VLLM = re.search(r'VLLM_VERSION = "(.+)"', VERSIONS)[1]
 
 CSRC = "vllm_duck/csrc"
 

@@ -13,12 +13,13 @@ from typing import Any
 
 
 def main() -> int:
-    names = sorted(
-        path.stem
-        for path in Path(__file__).parent.glob("*.py")
-        # As benchmarks.common asks of each.
-        if f'main("{path.stem}"' in path.read_text()
-    )
+    folder = Path(__file__).parent
+    sources = {
+        **{path.stem: path for path in folder.glob("*.py")},
+        **{path.parent.name: path for path in folder.glob("*/__main__.py")},
+    }
+    # As benchmarks.common asks of each.
+    names = sorted(n for n, p in sources.items() if f'main("{n}"' in p.read_text())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__.splitlines()[0]
     )

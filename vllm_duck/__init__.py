@@ -1,8 +1,6 @@
 """vllm_duck: DeepSeek-V3.2 in vLLM, with the routed experts on other machines."""
 
-__version__ = "0.1.0"
-# The one version of vLLM that this package is written for; setup.py reads it too.
-VLLM_VERSION = "0.32.0"
+from vllm_duck.version import __version__ as __version__
 
 
 def register() -> None:

@@ -19,10 +19,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_duck import VLLM_VERSION, engine_environ
+from vllm_duck import engine_environ
 from vllm_duck.config import VARIABLES, is_duck_engine
 from vllm_duck.ending import stop_in_order
 from vllm_duck.errors import DuckError
+from vllm_duck.version import VLLM_VERSION
 
 _TAG = "_duck_original"
 

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from vllm_duck import __version__
 from vllm_duck.errors import DuckError
+from vllm_duck.version import __version__
 
 _DOCTOR = "doctor"
 _COMMANDS = ("serve", "up", "plan", "split", "status", "trace", _DOCTOR)

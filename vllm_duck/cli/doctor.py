@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_duck import VLLM_VERSION, __version__
 from vllm_duck.config import ISA_VARIABLE
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.system.cpus import describe_cpus
+from vllm_duck.version import VLLM_VERSION, __version__
 from vllm_duck.vllm_seams import READ_NOT_RUN
 
 _EPILOG = """\

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from benchmarks.common import Result
 from benchmarks.network import delayed, linked_namespace
-from benchmarks.overlap_engine import MTP1, PREFILL_TOKENS, Engine, one_duck_settings
-from benchmarks.overlap_tokens import by_turns, decoding, formula
-from benchmarks.paced_duck import Pace, leave_a_cpu, paced_duck
+from benchmarks.overlap.engine import MTP1, PREFILL_TOKENS, Engine, one_duck_settings
+from benchmarks.overlap.paced_duck import Pace, leave_a_cpu, paced_duck
+from benchmarks.overlap.tokens import by_turns, decoding, formula
 from testing.engines import held_in_process, in_fresh_process
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.common import MODEL_DIR, Result, main
-from benchmarks.overlap_depth import depth, tail
-from benchmarks.overlap_stages import RATIOS, behind_a_link, paced, real
-from benchmarks.overlap_tokens import beside_stock, gated, whole_engines
-from benchmarks.random_model import DEEP, WIDE, write_random_model
+from benchmarks.overlap.depth import depth, tail
+from benchmarks.overlap.random_model import DEEP, WIDE, write_random_model
+from benchmarks.overlap.stages import RATIOS, behind_a_link, paced, real
+from benchmarks.overlap.tokens import beside_stock, gated, whole_engines
 
 
 def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:

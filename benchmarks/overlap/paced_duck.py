@@ -63,7 +63,12 @@ def paced_duck(
         path = Path(directory) / "pace"
         path.write_bytes(bytes(8))
         endpoint = listen or f"unix:{directory}/duck"
-        command = [sys.executable, "-m", "benchmarks.paced_duck", str(model_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.overlap.paced_duck",
+            str(model_dir),
+        ]
         with running([*prefix, *command, endpoint, str(path)]):
             yield endpoint, path
 

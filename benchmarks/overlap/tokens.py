@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import Result
-from benchmarks.overlap_engine import MTP1, NUM_TURNS, Engine, one_duck_settings
-from benchmarks.random_model import WIDE, write_random_model
+from benchmarks.overlap.engine import MTP1, NUM_TURNS, Engine, one_duck_settings
+from benchmarks.overlap.random_model import WIDE, write_random_model
 from testing.engines import Held, held_in_process, in_fresh_process
 
 # What an engine is told before its turn, if anything.

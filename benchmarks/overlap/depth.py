@@ -7,7 +7,7 @@ from statistics import median
 
 from benchmarks.common import Result
 from benchmarks.grpcio_echo import echoed
-from benchmarks.overlap_engine import (
+from benchmarks.overlap.engine import (
     MTP1,
     NUM_TURNS,
     Engine,

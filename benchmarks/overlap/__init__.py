@@ -1,0 +1,1 @@
+"""What two lanes bring: see __main__.py."""
