@@ -1,10 +1,15 @@
-"""vLLM's model runner with duck's drafting and verification.
+"""vLLM's model runner with duck's lanes, verification and drafting.
 
-The life of a step, in order:
-1. `_sample` verifies the drafts that the step's rows carry (acceptance.py);
-2. vLLM's bookkeeping appends the tokens taken;
-3. `propose_draft_token_ids` runs the MTP layer over the confirmed rows and drafts on
-   (proposer.py), and keeps what drafts without a seed were drawn from (drafts.py).
+The life of a step; the class has its methods in this order:
+1. `execute_model`: vLLM prepares the batch and runs the model, whose layers with ducks
+   go through `Lanes` (lanes/run.py).
+2. `sample_tokens` does the rest. `_sample` verifies the drafts that the step's rows
+   carry (acceptance.py).
+3. vLLM's bookkeeping appends the tokens taken.
+4. `propose_draft_token_ids` runs the MTP layer over the confirmed rows (confirmed.py)
+   and drafts on (proposer.py); drafts.py keeps what drafts without a seed were drawn
+   from.
+5. `take_draft_token_ids` hands the drafts to the scheduler, where they pay (gate.py).
 """
 
 import time
@@ -24,7 +29,7 @@ from vllm_duck.config import DuckConfig
 from vllm_duck.executor.duck import Ducks
 from vllm_duck.models.host_backend import host_backend
 from vllm_duck.spec_decode.acceptance import DuckRejectionSampler, VerifyBatch
-from vllm_duck.spec_decode.confirmed import confirmed_rows
+from vllm_duck.spec_decode.confirmed import ConfirmedRows, confirmed_rows
 from vllm_duck.spec_decode.drafts import NO_TOKEN, Draft, DraftBook
 from vllm_duck.spec_decode.gate import DraftGate
 from vllm_duck.spec_decode.lanes.policy import LanePolicy
@@ -148,35 +153,19 @@ class DuckModelRunner(CPUModelRunner):
             self.input_batch,
             scheduler_output.num_scheduled_tokens,
         )
-        num_reqs, common = self.input_batch.num_reqs, common_attn_metadata
-        starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
-        rows = confirmed_rows(
-            token_ids=self.input_ids.gpu[: starts[-1]],
-            positions=self._get_positions(starts[-1]),
-            hidden=hidden_states[: starts[-1]],
-            starts=starts,
-            seq_lens=common.seq_lens[:num_reqs].tolist(),
-            num_rejected=[
-                num_drafts + 1 - len(taken) if num_drafts else 0
-                for num_drafts, taken in zip(
-                    spec_decode_metadata.num_draft_tokens,
-                    sampled_token_ids,
-                    strict=True,
-                )
-            ],
-            next_ids=next_ids,
-            slots=common.slot_mapping[: starts[-1]],
-            block_table=common.block_table_tensor[:num_reqs],
-            block_size=self.cache_config.block_size,
+        num_rejected = [
+            num_drafts + 1 - len(taken) if num_drafts else 0
+            for num_drafts, taken in zip(
+                spec_decode_metadata.num_draft_tokens, sampled_token_ids, strict=True
+            )
+        ]
+        rows = self._confirmed_rows(
+            hidden_states, common_attn_metadata, num_rejected, next_ids
         )
-        if self.shadow is None:
-            drafted = self.drafter.draft(rows, sampling_metadata)
-            self._keep_drafts(drafted)
-            return drafted.token_ids
-        with torch.random.fork_rng(devices=[]):
-            drafted = self.drafter.draft(rows, sampling_metadata)
-        for i, req_id in self._sampling_reqs():
-            self.shadow.remember(req_id, drafted.rows[0], i)
+        if self.shadow is not None:
+            return self._draft_in_shadow(self.shadow, rows, sampling_metadata)
+        drafted = self.drafter.draft(rows, sampling_metadata)
+        self._keep_drafts(drafted)
         return drafted.token_ids
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -221,6 +210,35 @@ class DuckModelRunner(CPUModelRunner):
             pending=tuple(pending),
             output_token_ids=batch.req_output_token_ids,
         )
+
+    def _confirmed_rows(
+        self, hidden: Tensor, common: Any, num_rejected: list[int], next_ids: Tensor
+    ) -> ConfirmedRows:
+        num_reqs = self.input_batch.num_reqs
+        starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
+        num_rows = starts[-1]
+        return confirmed_rows(
+            token_ids=self.input_ids.gpu[:num_rows],
+            positions=self._get_positions(num_rows),
+            hidden=hidden[:num_rows],
+            starts=starts,
+            seq_lens=common.seq_lens[:num_reqs].tolist(),
+            num_rejected=num_rejected,
+            next_ids=next_ids,
+            slots=common.slot_mapping[:num_rows],
+            block_table=common.block_table_tensor[:num_reqs],
+            block_size=self.cache_config.block_size,
+        )
+
+    def _draft_in_shadow(
+        self, shadow: Shadow, rows: ConfirmedRows, sampling_metadata: Any
+    ) -> Tensor:
+        """Draft, and leave no trace in the random numbers of what follows."""
+        with torch.random.fork_rng(devices=[]):
+            drafted = self.drafter.draft(rows, sampling_metadata)
+        for i, req_id in self._sampling_reqs():
+            shadow.remember(req_id, drafted.rows[0], i)
+        return drafted.token_ids
 
     def _observe_drafts(
         self, gate: DraftGate, batch: VerifyBatch, output: SamplerOutput
