@@ -9,19 +9,10 @@ cd "$(dirname "$0")/.."
 . scripts/packages.sh
 
 folder=${1:-build/libnuma}
-command=$(numa_command)
 
-have_libnuma() {
+have() {
   [ -n "$(find "$folder" -name libnuma.so.1 2>/dev/null)" ] ||
     "${PYTHON:-python3}" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null
 }
 
-if have_libnuma; then
-  exit 0
-elif install_silently "$command" >&2 && have_libnuma; then
-  echo "installed: $command"
-elif unpack_deb "$folder" libnuma1 libnuma >&2 && have_libnuma; then
-  echo "unpacked libnuma in $folder, without root"
-else
-  exit 1
-fi
+have || bring libnuma "$folder" "$(numa_command)" libnuma1 libnuma

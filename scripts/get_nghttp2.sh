@@ -11,18 +11,14 @@ cd "$(dirname "$0")/.."
 folder=${1:-build/nghttp2}
 command=$(nghttp2_command)
 
-have_headers() {
+have() {
   [ -n "$(find "$folder" -name libnghttp2.so 2>/dev/null)" ] ||
     "${CXX:-g++}" -fsyntax-only -x c++ - 2>/dev/null <<<'#include <nghttp2/nghttp2.h>'
 }
 
-if have_headers; then
+if have; then
   echo "nghttp2's headers are there"
-elif install_silently "$command" >&2 && have_headers; then
-  echo "installed: $command"
-elif unpack_deb "$folder" libnghttp2-dev libnghttp2- >&2 && have_headers; then
-  echo "unpacked nghttp2 in $folder, without root"
-else
+elif ! bring nghttp2 "$folder" "$command" libnghttp2-dev libnghttp2-; then
   echo "no headers of nghttp2 to be had, so ducks will be called through grpcio, which" \
     "takes ten times the CPU; to mend it: $command && make -B venv"
 fi

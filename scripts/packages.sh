@@ -39,6 +39,18 @@ install_silently() {
   [ "$(package_manager)" = apt-get ] && ${1%%apt-get*}apt-get update && $1
 }
 
+# bring WHAT FOLDER COMMAND NAME PREFIX: installed, or else unpacked in FOLDER; says which.
+# The caller's function `have` tells whether it is there.
+bring() {
+  if install_silently "$3" >&2 && have; then
+    echo "installed: $3"
+  elif unpack_deb "$2" "$4" "$5" >&2 && have; then
+    echo "unpacked $1 in $2, without root"
+  else
+    return 1
+  fi
+}
+
 # unpack_deb FOLDER NAME PREFIX: the package, and those of its needs whose names begin
 # with PREFIX, without root; only apt lets an ordinary user fetch packages everywhere.
 unpack_deb() {
