@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from vllm_duck.executor.wire import duck_pb2 as vllm__duck_dot_executor_dot_duck__pb2
+from vllm_duck.executor.wire import duck_pb2 as vllm__duck_dot_executor_dot_wire_dot_duck__pb2
 
 GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
@@ -36,13 +36,13 @@ class DuckStub(object):
         """
         self.Describe = channel.unary_unary(
                 '/duck.v1.Duck/Describe',
-                request_serializer=vllm__duck_dot_executor_dot_duck__pb2.DescribeRequest.SerializeToString,
-                response_deserializer=vllm__duck_dot_executor_dot_duck__pb2.DescribeReply.FromString,
+                request_serializer=vllm__duck_dot_executor_dot_wire_dot_duck__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=vllm__duck_dot_executor_dot_wire_dot_duck__pb2.DescribeReply.FromString,
                 _registered_method=True)
         self.Forward = channel.stream_stream(
                 '/duck.v1.Duck/Forward',
-                request_serializer=vllm__duck_dot_executor_dot_duck__pb2.ForwardRequest.SerializeToString,
-                response_deserializer=vllm__duck_dot_executor_dot_duck__pb2.ForwardReply.FromString,
+                request_serializer=vllm__duck_dot_executor_dot_wire_dot_duck__pb2.ForwardRequest.SerializeToString,
+                response_deserializer=vllm__duck_dot_executor_dot_wire_dot_duck__pb2.ForwardReply.FromString,
                 _registered_method=True)
 
 
@@ -73,13 +73,13 @@ def add_DuckServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
-                    request_deserializer=vllm__duck_dot_executor_dot_duck__pb2.DescribeRequest.FromString,
-                    response_serializer=vllm__duck_dot_executor_dot_duck__pb2.DescribeReply.SerializeToString,
+                    request_deserializer=vllm__duck_dot_executor_dot_wire_dot_duck__pb2.DescribeRequest.FromString,
+                    response_serializer=vllm__duck_dot_executor_dot_wire_dot_duck__pb2.DescribeReply.SerializeToString,
             ),
             'Forward': grpc.stream_stream_rpc_method_handler(
                     servicer.Forward,
-                    request_deserializer=vllm__duck_dot_executor_dot_duck__pb2.ForwardRequest.FromString,
-                    response_serializer=vllm__duck_dot_executor_dot_duck__pb2.ForwardReply.SerializeToString,
+                    request_deserializer=vllm__duck_dot_executor_dot_wire_dot_duck__pb2.ForwardRequest.FromString,
+                    response_serializer=vllm__duck_dot_executor_dot_wire_dot_duck__pb2.ForwardReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -107,8 +107,8 @@ class Duck(object):
             request,
             target,
             '/duck.v1.Duck/Describe',
-            vllm__duck_dot_executor_dot_duck__pb2.DescribeRequest.SerializeToString,
-            vllm__duck_dot_executor_dot_duck__pb2.DescribeReply.FromString,
+            vllm__duck_dot_executor_dot_wire_dot_duck__pb2.DescribeRequest.SerializeToString,
+            vllm__duck_dot_executor_dot_wire_dot_duck__pb2.DescribeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -134,8 +134,8 @@ class Duck(object):
             request_iterator,
             target,
             '/duck.v1.Duck/Forward',
-            vllm__duck_dot_executor_dot_duck__pb2.ForwardRequest.SerializeToString,
-            vllm__duck_dot_executor_dot_duck__pb2.ForwardReply.FromString,
+            vllm__duck_dot_executor_dot_wire_dot_duck__pb2.ForwardRequest.SerializeToString,
+            vllm__duck_dot_executor_dot_wire_dot_duck__pb2.ForwardReply.FromString,
             options,
             channel_credentials,
             insecure,
