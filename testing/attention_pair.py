@@ -30,6 +30,7 @@ TOPK = 16
 
 def make_config(rope=None, **changes):
     settings = dict(
+        architectures=["DeepseekV32ForCausalLM"],
         vocab_size=256,
         hidden_size=128,
         num_hidden_layers=1,

@@ -18,12 +18,12 @@ from vllm_duck.executor.wire.bf16 import bf16_to_f32, f32_to_bf16
 HIDDEN_SIZE = 32
 NUM_COLUMNS = 160
 NUM_EXPERTS = 4
-# Layer 0 is dense, 1 and 2 are the trunk's MoE layers, 3 is the MTP layer.
+# Layer 0 is dense, 1 and 2 are the target's MoE layers, 3 is the MTP layer.
 LAYER_IDS = (1, 2, 3)
 WHOLE = Shard(0, NUM_COLUMNS, 0, NUM_EXPERTS)
 
 CONFIG = {
-    "model_type": "deepseek_v32",
+    "architectures": ["DeepseekV32ForCausalLM"],
     "hidden_size": HIDDEN_SIZE,
     "moe_intermediate_size": NUM_COLUMNS,
     "n_routed_experts": NUM_EXPERTS,

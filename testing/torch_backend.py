@@ -109,7 +109,7 @@ class TorchLayer(nn.Module):
     def __init__(self, dims, layer_idx, caches) -> None:
         super().__init__()
         self.dims, self.layer_idx, self.caches = dims, layer_idx, caches
-        self.is_moe = dims.is_moe_layer(layer_idx)
+        self.is_moe = layer_idx in dims.moe_layer_ids
         width = dims.intermediate_size
         if self.is_moe:
             width = dims.moe_intermediate_size * dims.n_shared_experts

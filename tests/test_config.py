@@ -120,13 +120,14 @@ def test_no_other_module_names_the_package_s_variables():
     [
         ("vllm_duck", ("torch", "vllm", "grpc")),
         ("vllm_duck.config", ("torch", "vllm", "grpc", "vllm_duck.executor")),
+        ("vllm_duck.families.deepseek_v32", ("torch", "vllm", "vllm_duck.executor")),
         ("vllm_duck.executor.duck", ("torch", "vllm", "grpc", "vllm_duck.models")),
         ("vllm_duck.executor.grpcio.server", ("torch", "vllm", "vllm_duck.models")),
         ("vllm_duck.executor.fleet", ("torch", "vllm", "vllm_duck.models")),
         ("vllm_duck.cli", ("torch", "vllm", "vllm_duck.models")),
         # Both at once: an interpreter that imports vLLM takes seconds.
         (
-            "vllm_duck.models.deepseek_v32, vllm_duck.spec_decode.runner",
+            "vllm_duck.models.target, vllm_duck.spec_decode.runner",
             ("vllm_duck.worker", "vllm_duck.hooks"),
         ),
     ],

@@ -14,9 +14,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 import vllm_duck
-from vllm_duck import engine_environ, hooks, setup_engine
+from vllm_duck import engine_environ, hooks
 from vllm_duck.config import HAND_OVER_KEY, VARIABLES
 from vllm_duck.errors import DuckError
+from vllm_duck.family import all_classes
 from vllm_duck.version import VLLM_VERSION
 
 DUCK = {HAND_OVER_KEY: {}}
@@ -81,7 +82,7 @@ def test_only_duck_s_speculation_allows_what_stock_vllm_lacks(option):
     hooks.install_hooks()
     params = SamplingParams(**option)
     params._validate_spec_decode(None)
-    params._validate_spec_decode(_speculation(**setup_engine.MODEL_CLASSES))
+    params._validate_spec_decode(_speculation(**all_classes()))
     with pytest.raises(VLLMValidationError, match="not yet supported with specul"):
         params._validate_spec_decode(_speculation())
 
@@ -108,7 +109,7 @@ def test_only_duck_s_own_models_are_inspected_without_a_second_process(monkeypat
 
     hooks.install_hooks()
     monkeypatch.setattr(registry, "_run_in_subprocess", refuse)
-    for target in setup_engine.MODEL_CLASSES.values():
+    for target in all_classes().values():
         info = registry._LazyRegisteredModel(*target.split(":")).inspect_model_cls()
         assert info.is_text_generation_model
         assert not info.supports_pp

@@ -29,7 +29,7 @@ def test_duck_sets_its_worker_loader_and_model(tiny_model):
     config = make_args(tiny_model).create_engine_config()
     assert config.parallel_config.worker_cls == "vllm_duck.worker.DuckWorker"
     assert config.load_config.load_format == "duck"
-    assert config.model_config._model_info.architecture == "DeepseekV32ForCausalLM"
+    assert config.model_config._model_info.architecture == "TargetForCausalLM"
     assert DuckConfig.of(config) == DuckConfig()
     # Whatever the CPU: vLLM turns these off for MLA without AMX.
     assert config.scheduler_config.enable_chunked_prefill
@@ -269,7 +269,7 @@ def test_duck_off_after_duck_on_gives_the_stock_model_class(tiny_model):
         return ModelRegistry.models["DeepseekV32ForCausalLM"].module_name
 
     make_args(tiny_model).create_engine_config()
-    assert model_class() == "vllm_duck.models.deepseek_v32"
+    assert model_class() == "vllm_duck.models.target"
     config = make_args(tiny_model, duck=None).create_engine_config()
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert model_class() == "vllm.models.deepseek_v32"

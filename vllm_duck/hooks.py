@@ -193,9 +193,9 @@ def _inspect_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]
     def inspect_model_cls(self: Any) -> Any:
         from vllm.model_executor.models import registry
 
-        from vllm_duck.setup_engine import MODEL_CLASSES
+        from vllm_duck.family import all_classes
 
-        if f"{self.module_name}:{self.class_name}" in MODEL_CLASSES.values():
+        if f"{self.module_name}:{self.class_name}" in all_classes().values():
             return registry._ModelInfo.from_model_cls(self.load_model_cls())
         return original(self)
 
@@ -274,14 +274,16 @@ def _restore_stock(environ: MutableMapping[str, str]) -> None:
     from vllm.config import model as config_model
     from vllm.model_executor.models import registry
 
-    from vllm_duck.setup_engine import MODEL_CLASSES
+    from vllm_duck.family import all_classes
 
     engine_environ.unset(environ)
     registered = config_model._REGISTERED_MODEL_CLASS_OVERRIDES
-    for architecture, model_class in MODEL_CLASSES.items():
+    for architecture, model_class in all_classes().items():
         if (architecture, model_class) not in registered:
             continue
         registered.discard((architecture, model_class))
+        if architecture not in registry._VLLM_MODELS:
+            continue
         module, name = registry._VLLM_MODELS[architecture]
         registry.ModelRegistry.register_model(
             architecture, f"{registry._resolve_module_name(module)}:{name}"

@@ -185,7 +185,7 @@ def host_weight_bytes(checkpoint: Checkpoint) -> int:
     """
     total = 0
     for name in checkpoint.tensor_names:
-        if ".mlp.experts." not in name:
+        if not checkpoint.family.tensors.is_expert(name):
             place = checkpoint.place_of(name)
             total += (place.end - place.begin) * (1 + (place.dtype == "F8_E4M3"))
     return total

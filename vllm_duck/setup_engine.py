@@ -27,6 +27,7 @@ from vllm_duck.engine_environ import RUNNER_VARIABLE
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.wire.security import ClientSecurity
+from vllm_duck.family import ModelFamily, all_classes, all_families, family_of
 from vllm_duck.hub import local_model
 from vllm_duck.limits import (
     LOAD_FORMAT,
@@ -38,12 +39,6 @@ from vllm_duck.limits import (
 from vllm_duck.metrics import figures
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.spec_decode import method
-
-ARCHITECTURE = "DeepseekV32ForCausalLM"
-MODEL_CLASS = "vllm_duck.models.deepseek_v32:DeepseekV32ForCausalLM"
-MTP_ARCHITECTURE = "DeepseekV32MTPModel"
-MTP_CLASS = "vllm_duck.models.mtp:DeepseekV32Mtp"
-MODEL_CLASSES = {ARCHITECTURE: MODEL_CLASS, MTP_ARCHITECTURE: MTP_CLASS}
 
 _KV_DTYPES = {
     "auto": "fp8",
@@ -62,6 +57,7 @@ class Resolved:
     hand_over: HandOver
     # A local directory.
     model: str
+    family: ModelFamily
     # None: no MTP layer.
     speculative_config: dict[str, Any] | None
 
@@ -95,11 +91,14 @@ def resolve(
     kv_dtype = _kv_dtype(args)
     speculative_config = method.vllm_settings(args, is_shadow=config.mtp_shadow)
     model = local_model(args)
-    _check_checkpoint(Checkpoint(model), needs_mtp=speculative_config is not None)
+    checkpoint = Checkpoint(model)
+    family = _served_family(checkpoint.config.get("architectures"))
+    _check_checkpoint(checkpoint, needs_mtp=speculative_config is not None)
     return Resolved(
         config=config,
         hand_over=HandOver(kv_dtype, figures.temporary_file()),
         model=model,
+        family=family,
         speculative_config=speculative_config,
     )
 
@@ -128,7 +127,7 @@ def rewrite(args: EngineArgs, resolved: Resolved) -> EngineArgs:
     args.load_format = LOAD_FORMAT
     args.model_class_overrides = {
         **(args.model_class_overrides or {}),
-        **MODEL_CLASSES,
+        **resolved.family.classes,
     }
     return args
 
@@ -142,20 +141,22 @@ def check(vllm_config: VllmConfig) -> None:
     """
     check_config(vllm_config)
     model_config = vllm_config.model_config
-    _require_architecture(model_config.architectures)
+    _served_family(model_config.architectures)
     dims = Dimensions.from_hf_config(model_config.hf_config)
-    if not any(map(dims.is_moe_layer, range(dims.num_hidden_layers))):
+    if dims.num_leading_dense == dims.num_hidden_layers:
         raise DuckConfigError(
             f"duck serves models with routed experts, and none of the "
-            f"{dims.num_hidden_layers} layers has them by first_k_dense_replace "
-            f"{dims.first_k_dense_replace} and moe_layer_freq {dims.moe_layer_freq}"
+            f"{dims.num_hidden_layers} layers has them by config.json"
         )
 
 
 def is_duck_speculation(speculative_config: Any) -> bool:
     """Whether a SpeculativeConfig of vLLM is one that `rewrite` wrote."""
     overrides = speculative_config.target_model_config.model_class_overrides
-    return overrides.get(MTP_ARCHITECTURE) == MTP_CLASS
+    return any(
+        overrides.get(family.mtp_architecture) == family.mtp_class
+        for family in all_families()
+    )
 
 
 def _check_surroundings(
@@ -184,7 +185,7 @@ def _check_surroundings(
             f"writes itself; settings go into {KNOB}"
         )
     for name, model_class in (args.model_class_overrides or {}).items():
-        if name in MODEL_CLASSES:
+        if name in all_classes():
             raise DuckConfigError(
                 f"duck brings its own model class for {name}, got {model_class!r}; "
                 "drop it from --model-class-overrides or turn duck off"
@@ -192,7 +193,6 @@ def _check_surroundings(
 
 
 def _check_checkpoint(checkpoint: Checkpoint, *, needs_mtp: bool) -> None:
-    _require_architecture(checkpoint.config.get("architectures") or [])
     if needs_mtp and checkpoint.config.get("num_nextn_predict_layers", 0) < 1:
         raise DuckConfigError(
             f"{method.METHOD} and mtp_shadow need the checkpoint's MTP layer, and "
@@ -202,12 +202,14 @@ def _check_checkpoint(checkpoint: Checkpoint, *, needs_mtp: bool) -> None:
     _ = checkpoint.weight_format
 
 
-def _require_architecture(architectures: list[str]) -> None:
-    if ARCHITECTURE not in architectures:
+def _served_family(architectures: object) -> ModelFamily:
+    try:
+        return family_of(architectures)
+    except DuckConfigError as error:
         raise DuckConfigError(
-            f"duck serves {ARCHITECTURE}, got {architectures}; unset {KNOB} and "
-            f"{ENDPOINTS_VARIABLE} to serve this model without ducks"
-        )
+            f"{error}; unset {KNOB} and {ENDPOINTS_VARIABLE} to serve this model "
+            "without ducks"
+        ) from error
 
 
 def _kv_dtype(args: EngineArgs) -> Any:

@@ -20,7 +20,7 @@ from testing.answers import (
 from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.models.loader import load_views
-from vllm_duck.models.mtp import DeepseekV32Mtp
+from vllm_duck.models.mtp import MtpDraftModel
 
 pytestmark = pytest.mark.vllm
 
@@ -179,7 +179,7 @@ def _build(model_dir):
     args = EngineArgs(model=str(model_dir), speculative_config=MTP1, max_model_len=512)
     config = args.create_engine_config()
     with set_current_vllm_config(config):
-        return DeepseekV32Mtp(vllm_config=config)
+        return MtpDraftModel(vllm_config=config)
 
 
 def test_every_tensor_of_the_layer_is_required_but_the_shared_ones(

@@ -22,7 +22,8 @@ def test_the_checkpoint_s_own_names_are_read(settings):
     dims = read(settings)
     assert dims.kv_lora_rank == settings["kv_lora_rank"]
     assert dims.rope.factor == settings["rope_scaling"]["factor"]
-    assert [dims.is_moe_layer(i) for i in range(4)] == [False, True, True, True]
+    assert dims.moe_layer_ids == (1, 2, 3, 4)
+    assert dims.num_leading_dense == 1
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_overrides_of_the_target_reach_the_mtp_layer(tiny_model, monkeypatch, du
     for part in ("embedding", "head"):
         monkeypatch.setattr(CpuBackend, part, lambda self, *size: nn.Embedding(*size))
     with set_current_vllm_config(config):
-        layer = mtp.DeepseekV32Mtp(vllm_config=config)
+        layer = mtp.MtpDraftModel(vllm_config=config)
     target = Dimensions.from_hf_config(config.model_config.hf_config)
     assert layer.dims == target
     assert target.rope.factor == 16

@@ -19,7 +19,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="directory of a DeepSeek-V3.2 checkpoint (config.json and safetensors)",
+        help="directory of a checkpoint (config.json and safetensors)",
     )
 
 

@@ -20,7 +20,7 @@ Then copy OUT/duck-1 to the second machine, and there:
 
   $ vllm-duck serve duck-1 --listen ...
 
-Memory: four expert matrices (60 MB for DeepSeek-V3.2 in fp8), Python and the list of
+Memory: four expert matrices (60 MB of 7168 x 2048 in fp8), Python and the list of
 tensors (100 MB); less than 200 MB in all. With --weight-format two experts and a slice
 of each, 250 MB in all. All directories together take what the experts of the checkpoint
 take, in that format.

@@ -132,4 +132,4 @@ def _record(args: argparse.Namespace) -> "tuple[list[StepRecord], int]":
             f"{args.model} decoded no step in two lanes: it drafts nothing; "
             f"reasons: {dict(runner.lanes.meter.serial_steps)}"
         )
-    return pairs[-args.steps :], runner.model.dims.first_k_dense_replace
+    return pairs[-args.steps :], runner.model.dims.num_leading_dense

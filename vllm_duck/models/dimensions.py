@@ -1,36 +1,15 @@
-"""The sizes of a DeepSeek-V3.2 model, read once from its Hugging Face config."""
+"""The sizes of a model, read once from its Hugging Face config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from vllm_duck.errors import DuckConfigError
+from vllm_duck.family import ModelFamily, family_of
 
-# Keys of config.json that change what the model computes, and the one value that is
-# computed here. Absent and null are fine.
-# Sources: transformers 5.19.0, DeepseekV3Config and DeepseekV32Config; vLLM 0.32.0,
-# models/deepseek_v32 and model_executor/models/deepseek_v2.py.
-_REQUIRED: dict[str, object] = {
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "is_causal": True,
-    # Of the main attention, and of the indexer: its weights are permuted for it.
-    "rope_interleave": True,
-    "indexer_rope_interleave": False,
-    # Layers that take another layer's choice of tokens, as in GLM-5.
-    "index_topk_freq": 1,
-    "index_topk_pattern": None,
-    "indexer_types": None,
-    "sliding_window": None,
-    "rswa_window": None,
-    "swiglu_limit": None,
-}
-_ATTENTION_TYPE = "indexed_attention"
-# The same for keys of the rope parameters that are not read.
+# Keys of the rope parameters that are not read, and the one value that is computed
+# here. Absent and null are fine.
 _REQUIRED_ROPE: dict[str, object] = {
     "attention_factor": None,
     "attn_factor": 1,
@@ -70,8 +49,11 @@ class RopeSettings:
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Names are the checkpoint's; see config.json of DeepSeek-V3.2."""
+    """Names are those of config.json, but for the two that a family reads."""
 
+    family: ModelFamily
+    # Layers with routed experts, MTP layers included.
+    moe_layer_ids: tuple[int, ...]
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -94,8 +76,6 @@ class Dimensions:
     topk_group: int
     norm_topk_prob: bool
     routed_scaling_factor: float
-    first_k_dense_replace: int
-    moe_layer_freq: int
     rms_norm_eps: float
     max_position_embeddings: int
     rope: RopeSettings
@@ -105,29 +85,37 @@ class Dimensions:
         """Read and check a `transformers` config object.
 
         Raises:
-            DuckConfigError: a value that this model does not support.
+            DuckConfigError: another architecture, or a value that the family's models
+                do not support.
         """
-        for name, expected in _REQUIRED.items():
+        family = family_of(getattr(config, "architectures", None))
+        for name, expected in family.required.items():
             _require(name, getattr(config, name, None), expected)
+        read_int = partial(_read_int, config)
+        num_mtp = read_int("num_nextn_predict_layers", least=0, default=0)
+        layers = range(read_int("num_hidden_layers") + num_mtp)
+        derived: dict[str, Any] = {
+            "family": family,
+            "moe_layer_ids": tuple(
+                i for i in layers if family.is_moe_layer(read_int, i)
+            ),
+            "num_nextn_predict_layers": num_mtp,
+            "rope": read_rope(config),
+        }
         values: dict[str, Any] = {
             name: getattr(config, name, None)
             for name in cls.__dataclass_fields__
-            if name not in ("rope", "moe_layer_freq", "num_nextn_predict_layers")
+            if name not in derived
         }
-        dimensions = cls(
-            **values,
-            moe_layer_freq=getattr(config, "moe_layer_freq", 1),
-            num_nextn_predict_layers=getattr(config, "num_nextn_predict_layers", 0),
-            rope=read_rope(config),
-        )
+        dimensions = cls(**values, **derived)
         dimensions._check_layer_types(config)
         return dimensions
 
     def __post_init__(self) -> None:
         for name, field in self.__dataclass_fields__.items():
-            value, least = getattr(self, name), int(name not in _MAY_BE_ZERO)
-            if field.type is int and (type(value) is not int or value < least):
-                _refuse(name, f"an integer >= {least}", value)
+            value = getattr(self, name)
+            if field.type is int and name != "num_nextn_predict_layers":
+                _require_int(name, value, least=1)
             if field.type is float and type(value) not in (int, float):
                 _refuse(name, "a number", value)
             if field.type is bool and type(value) is not bool:
@@ -148,22 +136,18 @@ class Dimensions:
                 self.num_experts_per_tok,
             )
 
-    def is_moe_layer(self, layer_idx: int) -> bool:
-        return (
-            layer_idx >= self.first_k_dense_replace
-            and layer_idx % self.moe_layer_freq == 0
-        )
+    @property
+    def num_leading_dense(self) -> int:
+        """Dense layers before the first layer with routed experts."""
+        return min((*self.moe_layer_ids, self.num_hidden_layers))
 
     def _check_layer_types(self, config: Any) -> None:
         """The lists that newer configs have beside the numbers must say the same."""
         layers = range(self.num_hidden_layers)
-        mlps = ["sparse" if self.is_moe_layer(i) else "dense" for i in layers]
+        mlps = ["sparse" if i in self.moe_layer_ids else "dense" for i in layers]
         _require("mlp_layer_types", getattr(config, "mlp_layer_types", None), mlps)
-        attentions = [_ATTENTION_TYPE for _ in layers]
+        attentions = [self.family.layer_type for _ in layers]
         _require("layer_types", getattr(config, "layer_types", None), attentions)
-
-
-_MAY_BE_ZERO = ("num_nextn_predict_layers", "first_k_dense_replace")
 
 
 def read_rope(config: Any) -> RopeSettings:
@@ -208,6 +192,22 @@ def _check_rope_keys(parameters: Mapping[str, Any]) -> None:
             _require(f"{name} of the rope", value, _REQUIRED_ROPE.get(name))
 
 
+def _read_int(
+    config: Any, key: str, *, least: int = 1, default: int | None = None
+) -> int:
+    """`family.ReadInt`, once it has its config."""
+    value = getattr(config, key, None)
+    if value is None:
+        value = default
+    return _require_int(key, value, least=least)
+
+
+def _require_int(name: str, value: object, *, least: int) -> int:
+    if type(value) is not int or value < least:
+        _refuse(name, f"an integer >= {least}", value)
+    return value
+
+
 def _require(name: str, got: object, expected: object) -> None:
     if got is not None and got != expected:
         _refuse(name, "absent" if expected is None else repr(expected), got)
@@ -215,6 +215,6 @@ def _require(name: str, got: object, expected: object) -> None:
 
 def _refuse(name: str, expected: str, got: object) -> NoReturn:
     raise DuckConfigError(
-        f"config.json: {name} must be {expected}, got {got!r}; duck computes "
-        "DeepSeek-V3.2 alone"
+        f"config.json: {name} must be {expected}, got {got!r}; duck computes no "
+        "other model"
     )

@@ -1,4 +1,4 @@
-"""The MTP layer of DeepSeek-V3.2: drafts from the target's hidden state and a token.
+"""The MTP layer: drafts from the target's hidden state and a token.
 
 Row p takes the target's hidden state h[p] and the token x[p + 1], and predicts
 x[p + 2]: layer(eh_proj([enorm(embed(x[p + 1])); hnorm(h[p])])), where the embedding of
@@ -24,7 +24,7 @@ from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope
 
 
-class DeepseekV32Mtp(nn.Module):
+class MtpDraftModel(nn.Module):
     """vLLM's contract of a draft model; weights come through `checkpoint_views`.
 
     `embed_tokens` and `lm_head` are the target's unless the checkpoint holds others.
@@ -38,14 +38,17 @@ class DeepseekV32Mtp(nn.Module):
         kv_dtype = HandOver.of(vllm_config).kv_dtype
         backend = self.backend = host_backend()
         self.layer_idx = dims.num_hidden_layers
-        self.prefix = f"model.layers.{self.layer_idx}"
-        names = Checkpoint(Path(model_config.model)).tensor_names
+        names = dims.family.tensors
+        self.prefix = names.layer(self.layer_idx)
+        self.embedding_name = self._in_layer(f"{names.mtp_embedding}.weight")
+        self.head_name = self._in_layer(f"{names.mtp_head}.weight")
+        own = Checkpoint(Path(model_config.model)).tensor_names
         size = (dims.vocab_size, dims.hidden_size)
         self.embed_tokens: Embedding | None = None
-        if f"{self.prefix}.embed_tokens.weight" in names:
+        if self.embedding_name in own:
             self.embed_tokens = backend.embedding(*size)
         self.lm_head: Head | None = None
-        if f"{self.prefix}.shared_head.head.weight" in names:
+        if self.head_name in own:
             self.lm_head = backend.head(*size)
         self.embed_norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
         self.hidden_norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
@@ -131,18 +134,25 @@ class DeepseekV32Mtp(nn.Module):
         self.layer.attach_ducks(ducks)
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        vocab_size = self.dims.vocab_size
+        vocab_size, names = self.dims.vocab_size, self.dims.family.tensors
         if self.embed_tokens is not None:
-            weight = self.embed_tokens.weight.data[:vocab_size]
-            yield f"{self.prefix}.embed_tokens.weight", weight
+            yield self.embedding_name, self.embed_tokens.weight.data[:vocab_size]
         if self.lm_head is not None:
-            weight = self.lm_head.weight.data[:vocab_size]
-            yield f"{self.prefix}.shared_head.head.weight", weight
-        yield from self.embed_norm.checkpoint_views(f"{self.prefix}.enorm")
-        yield from self.hidden_norm.checkpoint_views(f"{self.prefix}.hnorm")
-        yield from self.projection.checkpoint_views(f"{self.prefix}.eh_proj")
+            yield self.head_name, self.lm_head.weight.data[:vocab_size]
+        yield from self.embed_norm.checkpoint_views(
+            self._in_layer(names.mtp_embedding_norm)
+        )
+        yield from self.hidden_norm.checkpoint_views(
+            self._in_layer(names.mtp_hidden_norm)
+        )
+        yield from self.projection.checkpoint_views(
+            self._in_layer(names.mtp_projection)
+        )
         yield from self.layer.checkpoint_views(self.prefix)
-        yield from self.head_norm.checkpoint_views(f"{self.prefix}.shared_head.norm")
+        yield from self.head_norm.checkpoint_views(self._in_layer(names.mtp_norm))
+
+    def _in_layer(self, name: str) -> str:
+        return f"{self.prefix}.{name}"
 
     def finish_loading(self) -> None:
         finish_loading(self)

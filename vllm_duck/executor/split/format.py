@@ -6,8 +6,9 @@
       manifest.json                written last: a directory without one is not whole
 
 A layer's file holds its experts in order, and of each expert its tensors side by side,
-under the checkpoint's names, cut to the shard. So an expert is one read. The data
-begin at a multiple of 4096 bytes, as direct I/O wants it.
+cut to the shard. So an expert is one read. The data begin at a multiple of 4096 bytes,
+as direct I/O wants it. The tensors' names are the format's own, whatever the checkpoint
+calls them.
 
 Invariant, pinned by a test: a file's name, header and length follow from model, shard
 and layer alone.
@@ -86,7 +87,7 @@ class LayerLayout:
         begin = 0
         for expert_id in range(self.shard.expert_lo, self.shard.expert_hi):
             for part in self.parts:
-                entries[part.tensor.name(self.layer_idx, expert_id)] = {
+                entries[_name(part.tensor, self.layer_idx, expert_id)] = {
                     "dtype": part.tensor.dtype,
                     "shape": list(part.shape),
                     "data_offsets": [begin + part.begin, begin + part.end],
@@ -241,6 +242,11 @@ def config_record(content: bytes) -> FileRecord:
     digest = FileDigest()
     digest.update(content)
     return FileRecord(CONFIG_FILE, len(content), **digest.record())
+
+
+def _name(tensor: ExpertTensor, layer_idx: int, expert_id: int) -> str:
+    expert = f"model.layers.{layer_idx}.mlp.experts.{expert_id}"
+    return f"{expert}.{tensor.projection}_proj.{tensor.suffix}"
 
 
 def _parts(model: ModelSummary, shard: Shard) -> Iterator[ExpertPart]:

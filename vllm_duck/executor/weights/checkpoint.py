@@ -7,10 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_duck.errors import DuckCheckpointError
+from vllm_duck.errors import DuckCheckpointError, DuckConfigError
 from vllm_duck.executor.duck import ModelSummary
 from vllm_duck.executor.weights.fingerprint import fingerprint_of
 from vllm_duck.executor.weights.headers import TensorPlace, read_header
+from vllm_duck.family import ModelFamily, family_of
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -44,6 +45,19 @@ class Checkpoint:
         """
         return fingerprint_of(self.config, self.tensor_names, self.place_of)
 
+    @cached_property
+    def family(self) -> ModelFamily:
+        """
+        Raises:
+            DuckCheckpointError: duck serves no such architecture.
+        """
+        try:
+            return family_of(self.config.get("architectures"))
+        except DuckConfigError as error:
+            raise DuckCheckpointError(
+                f"{self.model_dir / 'config.json'}: architectures: {error}"
+            ) from error
+
     @property
     def hidden_size(self) -> int:
         return self._config_int("hidden_size")
@@ -58,22 +72,19 @@ class Checkpoint:
 
     @cached_property
     def moe_layer_ids(self) -> tuple[int, ...]:
-        """Layers with routed experts by config: of the trunk, and of the MTP layers
+        """Layers with routed experts by config: of the target, and of the MTP layers
         that the checkpoint holds."""
         num_layers = self._config_int("num_hidden_layers")
-        num_mtp = self._config_int("num_nextn_predict_layers", 0)
-        step = self._config_int("moe_layer_freq", 1)
+        num_mtp = self._config_int("num_nextn_predict_layers", least=0, default=0)
         return tuple(
             layer_idx
-            for layer_idx in range(
-                self._config_int("first_k_dense_replace", 0), num_layers + num_mtp
-            )
-            if layer_idx % step == 0
+            for layer_idx in range(num_layers + num_mtp)
+            if self.family.is_moe_layer(self._config_int, layer_idx)
             and (layer_idx < num_layers or self._holds_layer(layer_idx))
         )
 
     def _holds_layer(self, layer_idx: int) -> bool:
-        prefix = f"model.layers.{layer_idx}."
+        prefix = f"{self.family.tensors.layer(layer_idx)}."
         return any(name.startswith(prefix) for name in self._file_names)
 
     @cached_property
@@ -164,12 +175,16 @@ class Checkpoint:
             )
         return dict.fromkeys(self._header_of(single_path), SINGLE_FILE)
 
-    def _config_int(self, key: str, default: int | None = None) -> int:
-        value = self.config.get(key, default)
-        if not isinstance(value, int):
+    def _config_int(
+        self, key: str, *, least: int = 1, default: int | None = None
+    ) -> int:
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        if type(value) is not int or value < least:
             raise DuckCheckpointError(
-                f"{self.model_dir / 'config.json'} must have an integer {key}, "
-                f"got {value!r}; is it a DeepSeek-V3.2 model?"
+                f"{self.model_dir / 'config.json'} must have an integer {key} >= "
+                f"{least}, got {value!r}; is it a {self.family.name} model?"
             )
         return value
 

@@ -47,12 +47,10 @@ class ExpertTensor:
     # Weights that an element stands for, along either axis.
     step: tuple[int, int]
 
-    def name(self, layer_idx: int, expert_id: int) -> str:
-        projection = self.key.removesuffix("_scale")
-        return (
-            f"model.layers.{layer_idx}.mlp.experts.{expert_id}.{projection}_proj."
-            f"{self.suffix}"
-        )
+    @property
+    def projection(self) -> str:
+        """ "gate", "up" or "down"."""
+        return self.key.removesuffix("_scale")
 
     def owned(self, shard: Shard) -> Rectangle:
         """The shard's columns are rows of gate and up, and columns of down; a scale
@@ -73,7 +71,9 @@ class ExpertTensor:
             DuckCheckpointError: it is missing, has the wrong shape or dtype, or its
                 file is truncated.
         """
-        place = checkpoint.place_of(self.name(layer_idx, expert_id))
+        names = checkpoint.family.tensors
+        name = names.expert(layer_idx, expert_id, self.projection)
+        place = checkpoint.place_of(f"{name}.{self.suffix}")
         if place.dtype != self.dtype:
             raise DuckCheckpointError(
                 f"{place.path}: {place.name} must be {self.dtype} by config.json, "

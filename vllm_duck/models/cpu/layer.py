@@ -39,7 +39,7 @@ class CpuLayer(nn.Module):
         super().__init__()
         self.attention = SparseAttention(dims, caches)
         self.mlp: RemoteMoe | Mlp
-        if dims.is_moe_layer(layer_idx):
+        if layer_idx in dims.moe_layer_ids:
             self.mlp = RemoteMoe(dims, layer_idx)
         else:
             self.mlp = Mlp(dims.hidden_size, dims.intermediate_size)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 as vLLM sees it, with its routed experts at the ducks."""
+"""The target model as vLLM sees it, with its routed experts at the ducks."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -22,13 +22,15 @@ from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope
 
 
-class Trunk(nn.Module):
+class TargetModel(nn.Module):
+    """Everything but the head."""
+
     def __init__(
         self, dims: Dimensions, kv_dtype: KvDtype, prefix: str, backend: HostBackend
     ) -> None:
         super().__init__()
         self.backend = backend
-        self.num_dense_layers = dims.first_k_dense_replace
+        self.num_leading_dense = dims.num_leading_dense
         # Of the layers with ducks; whoever owns the lanes puts them here.
         self.run_remote_layers: LayerRunner = run_layers
         self.embed_tokens = backend.embedding(dims.vocab_size, dims.hidden_size)
@@ -51,12 +53,12 @@ class Trunk(nn.Module):
         )
         rows = backend.enter(hidden)
         # Dense layers have nothing to wait for: all rows at once read the weights once.
-        rows = run_layers(layers[: self.num_dense_layers], rows, step)
-        rows = self.run_remote_layers(layers[self.num_dense_layers :], rows, step)
+        rows = run_layers(layers[: self.num_leading_dense], rows, step)
+        rows = self.run_remote_layers(layers[self.num_leading_dense :], rows, step)
         return self.norm(backend.leave(rows))
 
 
-class DeepseekV32ForCausalLM(nn.Module):
+class TargetForCausalLM(nn.Module):
     """vLLM's model contract: embed, forward, compute logits.
 
     Weights come through `checkpoint_views`: every tensor that the host owns, by its
@@ -68,7 +70,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         self.dims = Dimensions.from_hf_config(vllm_config.model_config.hf_config)
         self.backend = host_backend()
         kv_dtype = HandOver.of(vllm_config).kv_dtype
-        self.model = Trunk(self.dims, kv_dtype, "model", self.backend)
+        self.model = TargetModel(self.dims, kv_dtype, "model", self.backend)
         self.lm_head = self.backend.head(self.dims.vocab_size, self.dims.hidden_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -98,15 +100,13 @@ class DeepseekV32ForCausalLM(nn.Module):
         self.model.run_remote_layers = runner
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        vocab_size = self.dims.vocab_size
-        yield (
-            "model.embed_tokens.weight",
-            self.model.embed_tokens.weight.data[:vocab_size],
-        )
+        vocab_size, names = self.dims.vocab_size, self.dims.family.tensors
+        embedding = self.model.embed_tokens.weight.data[:vocab_size]
+        yield f"{names.embedding}.weight", embedding
         for layer_idx, layer in enumerate(cast(list[Layer], self.model.layers)):
-            yield from layer.checkpoint_views(f"model.layers.{layer_idx}")
-        yield from self.model.norm.checkpoint_views("model.norm")
-        yield "lm_head.weight", self.lm_head.weight.data[:vocab_size]
+            yield from layer.checkpoint_views(names.layer(layer_idx))
+        yield from self.model.norm.checkpoint_views(names.norm)
+        yield f"{names.head}.weight", self.lm_head.weight.data[:vocab_size]
 
     def finish_loading(self) -> None:
         finish_loading(self)

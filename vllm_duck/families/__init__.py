@@ -1,0 +1,1 @@
+"""The model families that duck serves: each file here is one, with its FAMILY."""
