@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_duck.spec_decode.distributions import accepts, overlap, residual
+from vllm_duck.spec_decode.distributions import acceptance_rate, accepts, residual
 
 
 def _one(value):
@@ -38,4 +38,4 @@ def test_equal_distributions_leave_the_target_itself():
 def test_overlap_is_the_chance_of_acceptance():
     p = torch.tensor([[0.5, 0.3, 0.2]])
     q = torch.tensor([[0.2, 0.4, 0.4]])
-    torch.testing.assert_close(overlap(p, q), torch.tensor([0.7]))
+    torch.testing.assert_close(acceptance_rate(p, q), torch.tensor([0.7]))

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_duck.spec_decode.ab_trial import NUM_TRIALS
 from vllm_duck.spec_decode.drafts import NO_TOKEN
 from vllm_duck.spec_decode.gate import NUM_RETRIES, RETRY_AFTER_TOKENS, DraftGate
 from vllm_duck.spec_decode.runner import StepClock
-from vllm_duck.spec_decode.two_ways import NUM_TRIALS
 
 
 def run(gate, num_steps, *, acceptance, with_s, without_s=1.0):

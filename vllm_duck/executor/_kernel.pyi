@@ -1,7 +1,7 @@
 from typing import Any
 
 def layer_new(
-    num_experts: int, hidden: int, columns: int, column_phase: int, format: int, /
+    num_experts: int, hidden: int, columns: int, column_offset: int, format: int, /
 ) -> object: ...
 def layer_load(
     layer: object,
@@ -19,8 +19,8 @@ def layer_first_missing(layer: object, /) -> int: ...
 def quantize(
     weight: Any,
     scale: Any,
-    row_phase: int,
-    k_position: int,
+    row_offset: int,
+    k_offset: int,
     format: int,
     codes: Any,
     scales: Any,

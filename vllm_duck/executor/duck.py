@@ -117,10 +117,10 @@ class DuckInfo:
 class MoeRequest:
     """One lane of tokens for one MoE layer, as every duck gets it.
 
-    Shapes: T tokens, H hidden size, K experts per token.
+    Shapes: T tokens, H hidden size, A experts per token.
         hidden        [T, H]  bf16 bits (uint16), C-contiguous
-        topk_ids      [T, K]  int32, global expert ids
-        topk_weights  [T, K]  float32
+        topk_ids      [T, A]  int32, global expert ids
+        topk_weights  [T, A]  float32
     Raises:
         DuckShapeError: a dtype, a rank or T disagrees.
     """
@@ -249,7 +249,7 @@ class DuckStatistics:
     def of(
         cls, name: str, num_calls: int, latest: npt.NDArray[np.uint32]
     ) -> "DuckStatistics":
-        """latest: the latest calls [N, 3], rtt_us, compute_us, queue_us."""
+        """latest: [calls, 3], of the latest calls rtt_us, compute_us, queue_us."""
         medians = np.median(latest, axis=0) if len(latest) else np.zeros(3)
         rtt_us, compute_us, queue_us = (float(median) for median in medians)
         return cls(name, num_calls, rtt_us, compute_us, queue_us)

@@ -104,7 +104,7 @@ def _fill(name: str, view: Tensor, reader: _Reader) -> int:
 
 
 def dequantize(name: str, weight: Tensor, scale: Tensor) -> Tensor:
-    """weight [N, M] e4m3 times scale [ceil(N/128), ceil(M/128)] fp32 -> fp32."""
+    """weight [out, in] e4m3 times scale [ceil(out/128), ceil(in/128)] fp32 -> fp32."""
     expected = tuple(-(-size // BLOCK) for size in weight.shape)
     if tuple(scale.shape) != expected:
         raise DuckCheckpointError(

@@ -25,7 +25,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_duck.spec_decode.distributions import accepts, residual
 from vllm_duck.spec_decode.drafts import NO_TOKEN, Draft
-from vllm_duck.spec_decode.plain_sampler import PlainSampler, Row
+from vllm_duck.spec_decode.plain_sampler import PlainSampler, SampledRow
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Verified:
     """The tokens that a step takes, and the first row of each request."""
 
     output: SamplerOutput
-    first_row: Row
+    first_row: SampledRow
 
 
 class DuckRejectionSampler:
@@ -68,7 +68,7 @@ class DuckRejectionSampler:
         """
         num_rows = torch.tensor([1 + len(tokens) for tokens in batch.scheduled])
         first_rows = num_rows.cumsum(0) - num_rows
-        sampled: list[Row] = []
+        sampled: list[SampledRow] = []
         taken: list[Tensor] = []
         logprobs: list[LogprobsTensors] = []
         active = list(range(len(batch.scheduled)))
@@ -95,7 +95,7 @@ class DuckRejectionSampler:
 
     def _row(
         self, logits: Tensor, metadata: SamplingMetadata, active: list[int], depth: int
-    ) -> Row:
+    ) -> SampledRow:
         """Take one row of every request; only the active ones' may change any state."""
         if depth == 0:
             return self.sampler(logits, metadata)
@@ -106,7 +106,9 @@ class DuckRejectionSampler:
             return self.sampler(logits, replace(metadata, generators=generators))
 
 
-def _verified(row: Row, batch: VerifyBatch, active: list[int], depth: int) -> Tensor:
+def _verified(
+    row: SampledRow, batch: VerifyBatch, active: list[int], depth: int
+) -> Tensor:
     """The tokens taken, [B]: the row's, unless a draft without a seed decides."""
     found = []
     for i in active:

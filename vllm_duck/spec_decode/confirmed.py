@@ -42,9 +42,9 @@ def confirmed_rows(
 ) -> ConfirmedRows:
     """Cut the rejected rows out of a step and shift its tokens by one.
 
-    Shapes: R rows of the step, B requests.
-        token_ids, positions, slots  [R]
-        hidden        [R, H]
+    Shapes: S rows of the step, rejected ones included; B requests.
+        token_ids, positions, slots  [S]
+        hidden        [S, H]
         starts        B + 1 row indices: request i has rows starts[i] : starts[i + 1]
         seq_lens      B, tokens of each request with all rows of this step
         num_rejected  B, of each request's last rows

@@ -28,6 +28,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(total > 0, left / total.clamp(min=1e-38), p)
 
 
-def overlap(p: Tensor, q: Tensor) -> Tensor:
+def acceptance_rate(p: Tensor, q: Tensor) -> Tensor:
     """sum_y min(p, q), [B]: the chance that a draft from q is accepted."""
     return torch.minimum(p, q).sum(-1)

@@ -22,7 +22,7 @@ class Draft:
         assert self.probs.shape[0] == len(self.token_ids)
 
 
-class DraftBook:
+class PendingDrafts:
     """Owns the pending draft of each request that samples without a seed.
 
     A draft is verified exactly once, at the request's next sampled token, however many

@@ -9,8 +9,8 @@ acceptance for each request.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_duck.spec_decode.ab_trial import ABTrial
 from vllm_duck.spec_decode.drafts import NO_TOKEN
-from vllm_duck.spec_decode.two_ways import TwoWays
 
 # How fast a request's acceptance follows its latest drafts.
 _WEIGHT = 1 / 16
@@ -35,7 +35,7 @@ class DraftGate:
     """Decides whether a request's next draft is put before the target."""
 
     def __init__(self) -> None:
-        self._ways = TwoWays()
+        self._times = ABTrial()
         self._requests: dict[str, _Request] = {}
         # What a new request may expect: of the latest drafts of all. The first hopes.
         self._typical = 1.0
@@ -43,7 +43,7 @@ class DraftGate:
     def allowed(self, req_ids: Sequence[str]) -> list[bool]:
         """For the requests of the next step, whether each drafts; asked once a step."""
         num_reqs = len(req_ids)
-        trial = self._ways.trial(num_reqs)
+        trial = self._times.next_trial(num_reqs)
         if trial is not None:
             return [trial] * num_reqs
         return [self._pays(req_id, num_reqs) for req_id in req_ids]
@@ -55,7 +55,7 @@ class DraftGate:
         drafts of some: if most drafted, it counts as a step with drafts.
         """
         if num_drafts == 0 or 2 * num_drafts >= num_reqs:
-            self._ways.observe(num_reqs, is_first=num_drafts > 0, seconds=seconds)
+            self._times.observe(num_reqs, is_first=num_drafts > 0, seconds=seconds)
 
     def observe_draft(self, req_id: str, is_accepted: bool) -> None:
         request = self._request(req_id)
@@ -80,7 +80,7 @@ class DraftGate:
     def _pays(self, req_id: str, num_reqs: int) -> bool:
         request = self._request(req_id)
         worth = _DOUBT * (1 + request.acceptance)
-        if self._ways.is_first_better(num_reqs, worth=worth):
+        if self._times.is_first_better(num_reqs, worth=worth):
             request.num_tokens_without = 0
             return True
         request.num_tokens_without += 1

@@ -15,7 +15,7 @@ from vllm.v1.sample.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class Row:
+class SampledRow:
     """What each request of a batch would take next.
 
     Shapes: B requests, V tokens.
@@ -47,7 +47,7 @@ class PlainSampler:
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
 
-    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> Row:
+    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SampledRow:
         """logits [B, V], one row per request, overwritten."""
         metadata = replace(metadata, spec_token_ids=None)
         scores = self._raw_scores(logits, metadata)
@@ -60,12 +60,12 @@ class PlainSampler:
             is_greedy = metadata.temperature == 0
         token_ids, logits = self._draw(logits, metadata, is_greedy)
         processed = self._processed_scores(logits, metadata)
-        return Row(
+        return SampledRow(
             token_ids, logits, is_greedy, scores if processed is None else processed
         )
 
     def logprobs(
-        self, row: Row, token_ids: Tensor, metadata: SamplingMetadata
+        self, row: SampledRow, token_ids: Tensor, metadata: SamplingMetadata
     ) -> LogprobsTensors | None:
         """The logprobs that clients asked for, of the tokens [B] really taken."""
         if row.scores is None:

@@ -12,7 +12,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_duck.spec_decode.confirmed import ConfirmedRows
-from vllm_duck.spec_decode.plain_sampler import PlainSampler, Row
+from vllm_duck.spec_decode.plain_sampler import PlainSampler, SampledRow
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Drafted:
     `rows` has one row of the batch per draft.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[SampledRow, ...]
 
     @property
     def token_ids(self) -> Tensor:
@@ -44,7 +44,9 @@ class DuckProposer(EagleProposer):
         )
         return Drafted((self._sample(hidden, sampling_metadata),))
 
-    def _sample(self, hidden: Tensor, sampling_metadata: SamplingMetadata) -> Row:
+    def _sample(
+        self, hidden: Tensor, sampling_metadata: SamplingMetadata
+    ) -> SampledRow:
         """hidden [B, H] -> what is drafted for each request.
 
         A seeded request's draft is drawn with the very noise that its next token will

@@ -30,7 +30,7 @@ from vllm_duck.executor.duck import Ducks
 from vllm_duck.models.host_backend import host_backend
 from vllm_duck.spec_decode.acceptance import DuckRejectionSampler, VerifyBatch
 from vllm_duck.spec_decode.confirmed import ConfirmedRows, confirmed_rows
-from vllm_duck.spec_decode.drafts import NO_TOKEN, Draft, DraftBook
+from vllm_duck.spec_decode.drafts import NO_TOKEN, Draft, PendingDrafts
 from vllm_duck.spec_decode.gate import DraftGate
 from vllm_duck.spec_decode.lanes.policy import LanePolicy
 from vllm_duck.spec_decode.lanes.run import Lanes
@@ -75,7 +75,7 @@ class DuckModelRunner(CPUModelRunner):
         super().__init__(vllm_config, device)
         config = DuckConfig.of(vllm_config)
         self.lanes = Lanes(host_backend(), LanePolicy(config.overlap))
-        self.drafts = DraftBook()
+        self.drafts = PendingDrafts()
         self.shadow: Shadow | None = None
         self.gate: DraftGate | None = None
         self._step = StepClock()

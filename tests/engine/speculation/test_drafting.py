@@ -117,8 +117,8 @@ def test_shadow_mode_reports_and_changes_no_token(
     assert len(figures["requests"]) == 4
     means = figures["total"]
     if temperature == 0:
-        assert means["alpha"] == means["overlap"] == means["top1_agreement"]
-    assert 0.5 < means["overlap"] < 1
+        assert means["alpha"] == means["acceptance_rate"] == means["top1_agreement"]
+    assert 0.5 < means["acceptance_rate"] < 1
     assert 0.5 < means["top1_agreement"] < 1
 
 

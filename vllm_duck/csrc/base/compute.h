@@ -13,8 +13,8 @@ struct ForwardCall {
   uint32_t hidden_size;
   uint32_t num_topk;
   const uint16_t* hidden;     // [T][H] bf16
-  const int32_t* topk_ids;    // [T][K]
-  const float* topk_weights;  // [T][K]
+  const int32_t* topk_ids;    // [T][A]
+  const float* topk_weights;  // [T][A]
   float* out_fp32;            // [T][H]: this one,
   uint16_t* out_bf16;         // or this one
 };

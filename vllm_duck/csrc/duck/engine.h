@@ -15,8 +15,8 @@ namespace duck {
 struct Call {
   const Layer* layer;
   const uint16_t* hidden;     // [T][hidden] bf16
-  const int32_t* topk_ids;    // [T][K], global
-  const float* topk_weights;  // [T][K]
+  const int32_t* topk_ids;    // [T][A], global
+  const float* topk_weights;  // [T][A]
   int num_tokens;
   int topk;
   int expert_lo;       // global id of the layer's first expert

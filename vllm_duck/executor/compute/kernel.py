@@ -269,15 +269,15 @@ class MoeKernel:
     ) -> None:
         """Write the shard's partial sum for T rows to `out`.
 
-        Shapes: T rows (0 is allowed), H hidden size, K experts per row; C-contiguous.
+        Shapes: T rows (0 is allowed), H hidden size, A experts per row; C-contiguous.
             hidden        [T, H]  bf16 bits (uint16)
-            topk_ids      [T, K]  int32, global ids in any order, repeats allowed; ids
+            topk_ids      [T, A]  int32, global ids in any order, repeats allowed; ids
                                   outside [expert_lo, expert_lo + num_experts) are
                                   another shard's and are skipped
-            topk_weights  [T, K]  float32
+            topk_weights  [T, A]  float32
             out           [T, H]  float32, or bf16 bits (uint16) rounded once at the end
         Raises:
-            DuckShapeError: a shape or dtype disagrees, K is 0, or an id is not in
+            DuckShapeError: a shape or dtype disagrees, A is 0, or an id is not in
                 [0, n_routed_experts).
             DuckCheckpointError: an expert of the layer was never loaded.
         Sync: blocks; releases the GIL. Concurrent calls take turns.

@@ -75,8 +75,8 @@ def requantize_expert(
         codes, scales = _quantize(
             weight,
             scale,
-            row_phase=0 if is_down else column_offset,
-            k_position=column_offset if is_down else 0,
+            row_offset=0 if is_down else column_offset,
+            k_offset=column_offset if is_down else 0,
             weight_format=weight_format,
         )
         if codes is None:
@@ -92,17 +92,17 @@ def _quantize(
     weight: Array,
     scale: Array | None,
     *,
-    row_phase: int,
-    k_position: int,
+    row_offset: int,
+    k_offset: int,
     weight_format: str,
 ) -> tuple[npt.NDArray[np.uint8] | None, npt.NDArray[np.uint16]]:
     num_rows, num_k = weight.shape
     is_int4 = weight_format == "int4-group32"
     codes = np.empty((num_rows, num_k // 2 if is_int4 else num_k), np.uint8)
-    groups = num_groups(k_position, num_k, GROUP_SIZES[weight_format])
+    groups = num_groups(k_offset, num_k, GROUP_SIZES[weight_format])
     scales = np.empty((num_rows, groups), np.uint16)
     format_id = WEIGHT_FORMATS.index(weight_format)
     is_finite = _kernel.quantize(
-        weight, scale, row_phase, k_position, format_id, codes, scales
+        weight, scale, row_offset, k_offset, format_id, codes, scales
     )
     return codes if is_finite else None, scales

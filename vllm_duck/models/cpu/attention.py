@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.models.cpu import _host
-from vllm_duck.models.cpu.linear import Norm, StackedRows, floats, weight_parameter
+from vllm_duck.models.cpu.linear import MergedLinear, Norm, floats, weight_parameter
 from vllm_duck.models.cpu.step import CpuStep
 from vllm_duck.models.cpu.threads import Bits, Handle, current, require_bits
 from vllm_duck.models.dimensions import Dimensions
@@ -33,7 +33,7 @@ class SparseAttention(HostModule):
         self.qk_head_dim = dims.qk_nope_head_dim + rope_dim
         # The kernels read these weights in this order: AttentionView in
         # csrc/host/kernels/kernels.h.
-        self.down = StackedRows(
+        self.down = MergedLinear(
             dims.hidden_size,
             {
                 "q_a_proj": dims.q_lora_rank,
@@ -42,18 +42,18 @@ class SparseAttention(HostModule):
                 "indexer.weights_proj": dims.index_n_heads,
             },
         )
-        self.up = StackedRows(
+        self.up = MergedLinear(
             dims.q_lora_rank,
             {
                 "q_b_proj": heads * self.qk_head_dim,
                 "indexer.wq_b": dims.index_n_heads * dims.index_head_dim,
             },
         )
-        self.kv_b = StackedRows(
+        self.kv_b = MergedLinear(
             dims.kv_lora_rank,
             {"kv_b_proj": heads * (dims.qk_nope_head_dim + dims.v_head_dim)},
         )
-        self.out = StackedRows(heads * dims.v_head_dim, {"o_proj": dims.hidden_size})
+        self.out = MergedLinear(heads * dims.v_head_dim, {"o_proj": dims.hidden_size})
         self.input_norm = Norm(dims.hidden_size, dims.rms_norm_eps)
         self.output_norm = Norm(dims.hidden_size, dims.rms_norm_eps)
         self.q_norm = Norm(dims.q_lora_rank, dims.rms_norm_eps)

@@ -25,7 +25,7 @@ def weight_parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Par
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
-class StackedRows(nn.Module):
+class MergedLinear(nn.Module):
     """The weights of several checkpoint linears on one input, one below the other.
 
     `parts` maps each checkpoint name to its number of output rows.

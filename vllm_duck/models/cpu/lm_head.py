@@ -21,7 +21,7 @@ class LmHead(ParallelLMHead, HostModule):
         self.packed: Handle
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] bf16 -> [T, vocab_size] fp32, as accumulated."""
+        """hidden [T, H] bf16 -> [T, V] fp32, as accumulated."""
         return apply_linear(
             self.packed, hidden, self.hidden_size, self.vocab_size, dtype=torch.float32
         )

@@ -38,7 +38,7 @@ class Router(HostModule):
         self.packed: Handle
 
     def forward(self, hidden: Bits) -> tuple[npt.NDArray[np.int32], Floats]:
-        """hidden [T, H] bf16 bits -> ids [T, K], weights [T, K], best expert first.
+        """hidden [T, H] bf16 bits -> ids [T, A], weights [T, A], best expert first.
 
         Raises:
             DuckShapeError: hidden has another shape, dtype or layout.

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from vllm_duck.spec_decode.ab_trial import ABTrial
 from vllm_duck.spec_decode.lanes.times import StepRecord
-from vllm_duck.spec_decode.two_ways import TwoWays
 
 # Why a step that could be divided is not.
 SLOWER = "lanes measured slower"
@@ -15,12 +15,12 @@ class LanePolicy:
 
     overlaps: bool
     # In lanes or whole, by rows; None: always in lanes where a step can be divided.
-    times: TwoWays | None = field(default_factory=TwoWays)
+    times: ABTrial | None = field(default_factory=ABTrial)
 
     def prefers_lanes(self, num_rows: int) -> bool:
         if self.times is None:
             return True
-        trial = self.times.trial(num_rows)
+        trial = self.times.next_trial(num_rows)
         return self.times.is_first_better(num_rows) if trial is None else trial
 
     def observe(self, num_rows: int, record: StepRecord) -> None:

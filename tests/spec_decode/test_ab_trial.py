@@ -2,11 +2,11 @@
 
 import pytest
 
-from vllm_duck.spec_decode.two_ways import NUM_TRIALS, RETRY_AFTER, TwoWays
+from vllm_duck.spec_decode.ab_trial import NUM_TRIALS, RETRY_AFTER, ABTrial
 
 
 def takes_first(ways, size, worth=1.0):
-    trial = ways.trial(size)
+    trial = ways.next_trial(size)
     return ways.is_first_better(size, worth=worth) if trial is None else trial
 
 
@@ -26,14 +26,14 @@ def run(ways, num_steps, *, first_s, second_s, size=2, worth=1.0):
     [(1.0, 2.0, 1.0, True), (2.0, 1.0, 1.0, False), (1.6, 1.0, 1.7, True)],
 )
 def test_both_are_tried_and_the_better_is_taken(first_s, second_s, worth, expected):
-    taken = run(TwoWays(), 100, first_s=first_s, second_s=second_s, worth=worth)
+    taken = run(ABTrial(), 100, first_s=first_s, second_s=second_s, worth=worth)
     assert taken[0]
     assert sum(taken[: 2 * NUM_TRIALS]) == NUM_TRIALS
     assert set(taken[2 * NUM_TRIALS :]) == {expected}
 
 
 def test_sizes_are_judged_apart():
-    ways = TwoWays()
+    ways = ABTrial()
     run(ways, 50, first_s=1.0, second_s=2.0, size=2)
     run(ways, 50, first_s=2.0, second_s=1.0, size=600)
     assert takes_first(ways, 2)
@@ -43,7 +43,7 @@ def test_sizes_are_judged_apart():
 
 
 def test_one_hiccup_changes_nothing():
-    ways = TwoWays()
+    ways = ABTrial()
     run(ways, 50, first_s=1.0, second_s=2.0)
     ways.observe(2, is_first=True, seconds=100.0)
     assert takes_first(ways, 2)
@@ -51,14 +51,14 @@ def test_one_hiccup_changes_nothing():
 
 def test_steps_that_teach_nothing_do_not_stop_the_clock():
     """A batch in which some requests draft and some do not is neither way."""
-    ways = TwoWays()
+    ways = ABTrial()
     run(ways, 50, first_s=1.0, second_s=2.0)
-    trials = [ways.trial(2) for _ in range(2 * RETRY_AFTER)]
+    trials = [ways.next_trial(2) for _ in range(2 * RETRY_AFTER)]
     assert trials.count(None) == 2 * (RETRY_AFTER - NUM_TRIALS)
 
 
 def test_a_change_of_the_times_is_noticed():
-    ways = TwoWays()
+    ways = ABTrial()
     run(ways, RETRY_AFTER, first_s=1.0, second_s=2.0)
     taken = run(ways, RETRY_AFTER, first_s=3.0, second_s=2.0)
     assert not any(taken[2 * NUM_TRIALS : -NUM_TRIALS])

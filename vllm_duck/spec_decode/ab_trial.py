@@ -1,4 +1,4 @@
-"""Two ways to run a step, and what each takes: measured while serving, by size.
+"""An A/B trial of two ways to run a step: timed while serving, by size.
 
 Where both ways give the same tokens, trying them costs nothing but the slower of a few
 steps.
@@ -32,13 +32,13 @@ class _Record:
     retries_first: bool = False
 
 
-class TwoWays:
-    """A first and a second way; sizes above 8 are judged by powers of 2."""
+class ABTrial:
+    """Times the first and the second way; sizes above 8 are judged by powers of 2."""
 
     def __init__(self) -> None:
         self._records: defaultdict[int, _Record] = defaultdict(_Record)
 
-    def trial(self, size: int) -> bool | None:
+    def next_trial(self, size: int) -> bool | None:
         """Whether the next step has to go the first way, to learn; None if it has not.
 
         Asked once a step.
