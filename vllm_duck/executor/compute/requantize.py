@@ -59,9 +59,9 @@ def requantize_expert(
 ) -> dict[str, Array]:
     """Turn load_expert's arrays of an e4m3 or bf16 expert into those of another format.
 
-    Shapes: I columns of the shard, H hidden size, g = num_groups along the row.
-        gate, up, gate_scale, up_scale  [I, H] codes, [I, g] scales
-        down, down_scale                [H, I] codes, [H, g] scales
+    Shapes: I columns of the shard, H hidden size, G = num_groups along the row.
+        gate, up, gate_scale, up_scale  [I, H] codes, [I, G] scales
+        down, down_scale                [H, I] codes, [H, G] scales
     int8 codes are their bits (uint8); int4 codes are two in a byte (so half as many),
     the even one in the lower half. Scales are bf16 bits (uint16).
 
