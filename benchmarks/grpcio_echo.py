@@ -65,6 +65,9 @@ class _EchoedFanOut:
     def statistics(self) -> list:
         return self._ducks.statistics()
 
+    def begin_step(self, limit_s: float) -> None:
+        self._ducks.begin_step(limit_s)
+
     def close(self) -> None:
         self._outbox.put(None)
         self._channel.close()

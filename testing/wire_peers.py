@@ -17,6 +17,7 @@ from vllm_duck.executor.wire import codec
 from vllm_duck.executor.wire.bf16 import bf16_to_f32
 from vllm_duck.executor.wire.identity import identity_of
 from vllm_duck.executor.wire.limits import FORWARD_METHOD, MAX_MESSAGE_BYTES
+from vllm_duck.executor.wire.recovery import StepLimit
 from vllm_duck.executor.wire.security import ClientSecurity
 from vllm_duck.executor.wire.transport import has_native_stream
 
@@ -75,38 +76,53 @@ def serving(kind, *, listen="127.0.0.1:0", **options):
 
 @contextmanager
 def calling(
-    kind, endpoints, *, deadline_s=WAIT_S, reply_dtype="bf16", token=None, infos=None
+    kind,
+    endpoints,
+    *,
+    deadline_s=WAIT_S,
+    recover_s=0.0,
+    reply_dtype="bf16",
+    token=None,
+    infos=None,
 ):
     """A client of one kind for these ducks, as a FanOut.
 
     infos: who they must be; by default as `serving` makes them.
     """
     security = ClientSecurity(token=token)
+    identities = [identity_of(info) for info in infos or [make_info()] * len(endpoints)]
     if kind == "native":
         from vllm_duck.executor.native.client import NativeFanOut
 
         fan_out = NativeFanOut(
             endpoints,
-            identities=[
-                identity_of(info) for info in infos or [make_info()] * len(endpoints)
-            ],
+            identities=identities,
             deadline_s=deadline_s,
             reply_dtype=reply_dtype,
             security=security,
+            recover_s=recover_s,
         )
         ducks = []
     else:
-        make = GrpcDuck if kind == "grpcio" else StockDuck
+        common = {
+            "deadline_s": deadline_s,
+            "reply_dtype": reply_dtype,
+            "security": security,
+        }
+        limit = StepLimit()
         ducks = [
-            make(
+            StockDuck(endpoint, **common)
+            if kind == "stock"
+            else GrpcDuck(
                 endpoint,
-                deadline_s=deadline_s,
-                reply_dtype=reply_dtype,
-                security=security,
+                identity=identity,
+                recover_s=recover_s,
+                step_limit=limit,
+                **common,
             )
-            for endpoint in endpoints
+            for endpoint, identity in zip(endpoints, identities, strict=True)
         ]
-        fan_out = PythonFanOut(ducks)
+        fan_out = PythonFanOut(ducks, limit)
     try:
         yield fan_out
     finally:

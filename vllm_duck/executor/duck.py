@@ -262,6 +262,10 @@ class FanOut(Ducks, Protocol):
         """How each duck did, in duck order."""
         ...
 
+    def begin_step(self, limit_s: float) -> None:
+        """A step begins, which waits for lost ducks for `limit_s` at most in all."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -25,6 +25,7 @@ from vllm_duck.executor.grpcio.client import GrpcDuck
 from vllm_duck.executor.grpcio.fan_out import PythonFanOut
 from vllm_duck.executor.weights.plan import check_tiling
 from vllm_duck.executor.wire.identity import identity_of
+from vllm_duck.executor.wire.recovery import StepLimit
 from vllm_duck.executor.wire.security import ClientSecurity
 from vllm_duck.executor.wire.transport import Transport, choose_transport
 
@@ -64,6 +65,7 @@ class Fleet:
         security: ClientSecurity | None = None,
         io_cpus: Collection[int] | None = None,
         transport: Transport = "auto",
+        recover_s: float = 0.0,
     ) -> "Fleet":
         """Connect to every duck and check that together they are the model.
 
@@ -71,6 +73,7 @@ class Fleet:
         checked is behind it, before a request is sent.
 
         connect_s: how long to wait for ducks that are not up yet.
+        recover_s: how long a lost duck is waited for, later; 0 fails its calls at once.
         io_cpus: for the threads of grpcio; the native stream has none.
 
         Raises:
@@ -80,6 +83,7 @@ class Fleet:
         """
         security = security or ClientSecurity()
         choice = choose_transport(transport, has_tls=security.tls_ca is not None)
+        step_limit = StepLimit()
         with ExitStack() as undo:
             ducks: list[Duck] = []
             for endpoint in endpoints:
@@ -89,11 +93,13 @@ class Fleet:
                     reply_dtype=reply_dtype,
                     security=security,
                     io_cpus=io_cpus,
+                    recover_s=recover_s,
+                    step_limit=step_limit,
                 )
                 undo.callback(duck.close)
                 ducks.append(duck)
             infos = cls(ducks).check(expect, connect_s=connect_s)
-            fan_out = None
+            fan_out: FanOut = PythonFanOut(ducks, step_limit)
             if choice.is_native:
                 from vllm_duck.executor.native.client import NativeFanOut
 
@@ -103,6 +109,7 @@ class Fleet:
                     deadline_s=deadline_s,
                     reply_dtype=reply_dtype,
                     security=security,
+                    recover_s=recover_s,
                 )
             undo.pop_all()
         return cls(
@@ -161,6 +168,10 @@ class Fleet:
             DuckTransportError: a duck is gone.
         """
         return self._fan_out.send(request)
+
+    def begin_step(self, limit_s: float) -> None:
+        """A step begins, which waits for lost ducks for `limit_s` at most in all."""
+        self._fan_out.begin_step(limit_s)
 
     def statistics(self) -> list[DuckStatistics]:
         return self._fan_out.statistics()

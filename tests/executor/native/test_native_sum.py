@@ -60,7 +60,9 @@ def test_both_transports_give_the_same_bits(start, infos, transport, reply_dtype
     # 100 rows are computed in the second thread, 3 in the first.
     requests = [make_request(rows, seed=rows) for rows in (1, 3, 100)]
     with (
-        calling("grpcio", start("grpcio"), reply_dtype=reply_dtype) as python,
+        calling(
+            "grpcio", start("grpcio"), reply_dtype=reply_dtype, infos=infos
+        ) as python,
         calling(
             transport, start(transport), reply_dtype=reply_dtype, infos=infos
         ) as native,

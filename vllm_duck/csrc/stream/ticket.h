@@ -13,6 +13,10 @@ namespace duck::stream {
 
 using Clock = std::chrono::steady_clock;
 
+inline int milliseconds_between(Clock::time_point from, Clock::time_point to) {
+  return int(std::chrono::duration_cast<std::chrono::milliseconds>(to - from).count());
+}
+
 // Why a duck gave no partial sum; Python makes its error of it.
 struct Failure {
   enum Kind {
@@ -22,6 +26,10 @@ struct Failure {
     kProtocol = 3,
     kClosed = 4,
     kIdentity = 5,  // text: who answered instead of the duck
+    kGaveUp = 6,    // code: milliseconds that it was lost, text: why
+    // No failures, but news of a duck.
+    kLost = 7,  // text: why
+    kBack = 8,  // code: milliseconds that it was lost
   };
   Kind kind;
   int code;
@@ -31,6 +39,7 @@ struct Failure {
 struct Slot {
   bool is_done = false;
   int num_losses = 0;  // connections that broke before the answer came
+  Clock::time_point deadline{};
   Message message;
   ReplyView reply;  // into message
   uint32_t rtt_us = 0;
@@ -42,7 +51,9 @@ struct Ticket {
   size_t max_reply_bytes;
   uint32_t num_rows, hidden_size;
   DType dtype;
-  Clock::time_point start, deadline;
+  Clock::time_point start;
+  // Of all ducks, where none is recovered; see Slot for the others.
+  Clock::time_point deadline;
   std::vector<Slot> slots;  // by duck
   int num_missing;
   // The first failure; the others do not matter any more.

@@ -4,17 +4,18 @@ Invariants, pinned by tests:
 - replies find their request by id, in whatever order they come;
 - no request is sent before the stream has said that the duck that was described is
   behind it;
-- when the stream ends, every request in flight fails at once, with one reason, and
-  so does every later send();
-- a request that misses its deadline fails alone; the stream goes on.
+- when the stream ends and `recover_s` is 0, every request in flight fails at once, with
+  one reason, and so does every later send(); a request that misses its deadline fails
+  alone, and the stream goes on;
+- with `recover_s`, a duck that is lost or late gets another stream, again and again,
+  and all requests in flight are sent again under their ids.
 """
 
 import itertools
-import math
 import threading
 import time
-from collections.abc import Collection, Iterator
-from queue import SimpleQueue
+from collections.abc import Collection
+from typing import NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -26,17 +27,16 @@ from vllm_duck.executor.duck import (
     DuckInfo,
     MoeReply,
     MoeRequest,
-    Partial,
     ReplyDtype,
 )
+from vllm_duck.executor.grpcio.call import ForwardCall
+from vllm_duck.executor.grpcio.pending import Pending, renewed
 from vllm_duck.executor.system.cpus import allowed_cpus, run_on_cpus
 from vllm_duck.executor.wire.addresses import grpc_target
 from vllm_duck.executor.wire.codec import (
     DESCRIBE_REQUEST,
-    NUMPY_DTYPE,
     DecodedReply,
     decode_info,
-    decode_reply,
     encode_request,
 )
 from vllm_duck.executor.wire.errors import (
@@ -44,15 +44,20 @@ from vllm_duck.executor.wire.errors import (
     error_of_rpc,
     error_of_status,
 )
-from vllm_duck.executor.wire.identity import identity_of, mismatch
+from vllm_duck.executor.wire.identity import identity_of
 from vllm_duck.executor.wire.limits import (
     DESCRIBE_METHOD,
-    FORWARD_METHOD,
-    IDENTITY_METADATA_KEY,
     MAX_MESSAGE_BYTES,
     SERVICE,
     TOKEN_METADATA_KEY,
     TOKEN_PREFIX,
+)
+from vllm_duck.executor.wire.recovery import (
+    MAX_SENDS,
+    RecoveryLog,
+    StepLimit,
+    backoff_s,
+    gave_up,
 )
 from vllm_duck.executor.wire.security import ClientSecurity
 
@@ -78,6 +83,16 @@ _CHANNEL_OPTIONS = [
 ]
 
 
+class StreamEnd(NamedTuple):
+    """How a stream ended."""
+
+    reason: DuckError
+    # Whether the next one may end otherwise.
+    may_resend: bool
+    # Whether the right duck was behind it, and so got requests.
+    was_proven: bool
+
+
 class GrpcDuck:
     """A duck at an endpoint; nothing is connected before the first call.
 
@@ -94,25 +109,39 @@ class GrpcDuck:
         reply_dtype: ReplyDtype = "bf16",
         security: ClientSecurity | None = None,
         io_cpus: Collection[int] | None = None,
+        identity: str | None = None,
+        recover_s: float = 0.0,
+        step_limit: StepLimit | None = None,
     ) -> None:
+        """identity: who must answer, as identity_of() says it; describe() sets it.
+
+        recover_s: how long a lost duck is waited for; 0 fails its calls at once.
+        """
         self._name = check_endpoint(endpoint)
         self._deadline_s = deadline_s
         self._reply_dtype: ReplyDtype = reply_dtype
         self._security = security or ClientSecurity()
         self._io_cpus = io_cpus or allowed_cpus()
-        # Of the Forward stream, opened with it.
-        self._channel: grpc.Channel | None = None
+        self._recover_s = recover_s
+        self._step_limit = step_limit or StepLimit()
+        self._log = RecoveryLog()
         self._request_ids = itertools.count(1)
-        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        # One answer: whether the right duck is behind the stream.
-        self._proof: SimpleQueue[bool] = SimpleQueue()
-        # Of the duck that was described; a stream without that takes any.
-        self._identity: str | None = None
+        # A stream without one takes any duck.
+        self._identity = identity
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         # Everything below is guarded by the lock.
-        self._pending: dict[int, _Pending] = {}
-        self._is_stream_open = False
+        self._pending: dict[int, Pending] = {}
+        # The stream, once it is opened, and whether the right duck is behind it.
+        self._call: ForwardCall | None = None
+        self._is_proven = False
+        # That opens and reads the stream.
+        self._has_thread = False
         self._end_reason: DuckError | None = None
+        # Of a duck that is lost: since when, why, and the streams lost in a row.
+        self._lost_at_s: float | None = None
+        self._loss = ""
+        self._num_losses = 0
 
     @property
     def name(self) -> str:
@@ -153,7 +182,7 @@ class GrpcDuck:
             raise error_of_rpc(self._name, error) from error
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
-    def send(self, request: MoeRequest) -> "_Pending":
+    def send(self, request: MoeRequest) -> Pending:
         """Send a request and return at once.
 
         Raises:
@@ -163,27 +192,59 @@ class GrpcDuck:
         message = encode_request(
             request, request_id=request_id, reply_dtype=self._reply_dtype
         )
-        pending = _Pending(
-            self._name, self._deadline_s, request.hidden.shape, self._reply_dtype
-        )
+        pending = Pending(self, message, request.hidden.shape, self._reply_dtype)
         with self._lock:
             if self._end_reason is not None:
-                raise _renewed(self._end_reason)
-            if not self._is_stream_open:
-                run_on_cpus(self._open_stream, self._io_cpus)
-                self._is_stream_open = True
+                raise renewed(self._end_reason)
+            if not self._pending and self._lost_at_s is not None:
+                # Nobody has looked for it meanwhile.
+                self._lost_at_s = time.monotonic()
             self._pending[request_id] = pending
-        self._outbox.put(message)
+            if self._is_proven and self._call is not None:
+                self._call.send(message)
+            elif not self._has_thread:
+                run_on_cpus(self._start_thread, self._io_cpus)
         return pending
 
     def close(self) -> None:
         """Fail what is in flight, and leave no thread behind."""
-        self._end(DuckUnavailable(f"duck {self._name}: the client was closed"))
-        self._outbox.put(None)
+        self._closed.set()
         with self._lock:
-            channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+            self._end_reason = self._end_reason or DuckUnavailable(
+                f"duck {self._name}: the client was closed"
+            )
+            self._fail_all(self._end_reason)
+            call = self._call
+        if call is not None:
+            call.close()
+
+    def limit_s(self, pending: Pending) -> float:
+        """When this duck is late with a request, or lost for too long."""
+        lost_at_s = self._lost_at_s
+        if lost_at_s is None:
+            return pending.sent_s + self._deadline_s
+        return min(lost_at_s + self._recover_s, self._step_limit.end_s)
+
+    def on_limit(self, pending: Pending) -> None:
+        """Break with a duck that is late, or give one up that is lost.
+
+        Raises:
+            DuckTimeout: it is late, and lost ducks are not recovered.
+        """
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s < self.limit_s(pending) or pending.is_done():
+                return
+            if not self._recover_s:
+                raise self._late()
+            if self._lost_at_s is None:
+                self._note_loss(self._late())
+            else:
+                lost_s = now_s - self._lost_at_s
+                self._fail_all(gave_up(self._name, lost_s, self._recover_s, self._loss))
+            call, self._call, self._is_proven = self._call, None, False
+        if call is not None:
+            call.break_off(self._late())
 
     def _new_channel(self) -> grpc.Channel:
         return run_on_cpus(self._open_channel, self._io_cpus)
@@ -208,61 +269,92 @@ class GrpcDuck:
         )
         return grpc.secure_channel(target, credentials, options=options)
 
-    def _open_stream(self) -> None:
-        self._channel = self._open_channel()
-        # Bytes in, bytes out: both transports have one codec.
-        arrivals = self._channel.stream_stream(FORWARD_METHOD)(
-            self._messages(), metadata=self._metadata()
-        )
+    def _start_thread(self) -> None:
+        self._has_thread = True
         threading.Thread(
-            target=self._read_replies,
-            args=(arrivals,),
-            name=f"duck-client {self._name}",
-            daemon=True,
+            target=self._keep_stream, name=f"duck-client {self._name}", daemon=True
         ).start()
 
-    def _messages(self) -> Iterator[bytes]:
-        """What the stream sends: nothing before the duck has proved itself."""
-        if self._proof.get():
-            yield from iter(self._outbox.get, None)
+    def _keep_stream(self) -> None:
+        """Read the stream, and open the next one while requests wait for it.
 
-    def _identity_problem(self, arrivals: grpc.Call) -> str:
-        """Wait for the stream's first headers; what is wrong with their identity."""
-        if self._identity is None:
-            return ""
-        headers = dict(arrivals.initial_metadata())
-        got = str(headers.get(IDENTITY_METADATA_KEY, ""))
-        return "" if got == self._identity else mismatch(self._identity, got)
-
-    def _read_replies(self, arrivals: grpc.Call) -> None:
-        """Read until the stream ends; runs in its own thread.
-
-        A thread and not the caller, so that a reply is ready when the caller comes
+        In a thread and not the caller's, so that a reply is ready when the caller comes
         back from the other lane, with its true round trip, and a dead duck is noticed
         between calls.
         """
-        imposture = self._identity_problem(arrivals)
-        # With one, the stream ends without a request: with the duck's own error, if
-        # that is why it sent no identity.
-        self._proof.put(not imposture)
+        wait_s: float | None = 0.0
+        while wait_s is not None and not self._closed.wait(wait_s):
+            end = self._read_stream()
+            with self._lock:
+                wait_s = self._next_wait(end)
+                self._has_thread = wait_s is not None
+
+    def _read_stream(self) -> StreamEnd:
+        """One stream from beginning to end."""
         try:
-            for message in arrivals:
-                self._deliver(decode_reply(message), time.perf_counter_ns())
-            reason: DuckError = DuckUnavailable(
-                f"duck {self._name} ended the stream; it is shutting down"
-            )
-            if imposture:
-                reason = DuckProtocolError(f"duck {self._name} {imposture}")
-        except grpc.RpcError as error:
-            reason = error_of_rpc(self._name, error)
-        except DuckProtocolError as error:
-            reason = DuckProtocolError(f"duck {self._name}: {error}")
-            arrivals.cancel()
-        self._end(reason)
+            channel = self._open_channel()
+        except DuckUnavailable as error:
+            return StreamEnd(error, may_resend=True, was_proven=False)
+        call = ForwardCall(
+            self._name, channel, identity=self._identity, metadata=self._metadata()
+        )
+        with self._lock:
+            self._call = call
+        if self._closed.is_set():
+            call.close()
+        was_proven = call.is_right_duck()
+        if was_proven:
+            self._send_pending(call)
+        for reply, arrival_ns in call.replies():
+            self._deliver(reply, arrival_ns)
+        call.close()
+        assert call.end_reason is not None
+        return StreamEnd(call.end_reason, call.may_resend, was_proven)
+
+    def _send_pending(self, call: ForwardCall) -> None:
+        with self._lock:
+            if self._call is not call:
+                return  # broken off meanwhile
+            self._is_proven = True
+            for pending in self._pending.values():
+                pending.sent_s = time.monotonic()
+                call.send(pending.message)
+            lost_at_s, self._lost_at_s = self._lost_at_s, None
+        if lost_at_s is not None:
+            self._log.back(self._name, time.monotonic() - lost_at_s)
+
+    def _next_wait(self, end: StreamEnd) -> float | None:
+        """Seconds until the next stream is opened; None: no request wants one."""
+        self._call, self._is_proven = None, False
+        if not self._recover_s or self._end_reason is not None:
+            self._end_reason = self._end_reason or end.reason
+            self._fail_all(self._end_reason)
+        elif not end.may_resend:
+            self._fail_all(end.reason)
+        elif end.was_proven:
+            self._fail_often_lost(end.reason)
+        if not self._pending:
+            return None
+        self._num_losses += 1
+        self._note_loss(end.reason)
+        return backoff_s(self._num_losses)
+
+    def _note_loss(self, reason: DuckError) -> None:
+        self._loss = str(reason).removeprefix(f"duck {self._name} ")
+        if self._lost_at_s is None:
+            self._lost_at_s = time.monotonic()
+            self._log.lost(self._name, self._loss, self._recover_s)
+
+    def _fail_often_lost(self, reason: DuckError) -> None:
+        for request_id, pending in list(self._pending.items()):
+            pending.num_losses += 1
+            if pending.num_losses >= MAX_SENDS:
+                self._pending.pop(request_id).finish(reason)
 
     def _deliver(self, reply: DecodedReply, arrival_ns: int) -> None:
         with self._lock:
             pending = self._pending.pop(reply.request_id, None)
+            self._num_losses = 0
         if pending is None:
             return
         if reply.partial is None:
@@ -281,70 +373,18 @@ class GrpcDuck:
             )
         )
 
-    def _end(self, reason: DuckError) -> None:
-        with self._lock:
-            if self._end_reason is None:
-                self._end_reason = reason
-            orphans = list(self._pending.values())
-            self._pending.clear()
+    def _fail_all(self, reason: DuckError) -> None:
+        orphans = list(self._pending.values())
+        self._pending.clear()
         for pending in orphans:
             pending.finish(reason)
+
+    def _late(self) -> DuckTimeout:
+        return DuckTimeout(
+            f"duck {self._name} did not answer within deadline_s={self._deadline_s}; "
+            "raise deadline_s if it is only slow"
+        )
 
     def _metadata(self) -> list[tuple[str, str]]:
         token = self._security.token
         return [] if token is None else [(TOKEN_METADATA_KEY, TOKEN_PREFIX + token)]
-
-
-class _Pending:
-    """One request in flight."""
-
-    def __init__(
-        self,
-        name: str,
-        deadline_s: float,
-        shape: tuple[int, ...],
-        reply_dtype: ReplyDtype,
-    ) -> None:
-        self._name = name
-        self._deadline_s = deadline_s
-        self._shape = shape
-        self._num_bytes = math.prod(shape) * NUMPY_DTYPE[reply_dtype].itemsize
-        self._outcome: MoeReply | DuckError | None = None
-        self._done = threading.Event()
-        self.start_ns = time.perf_counter_ns()
-
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self) -> MoeReply:
-        passed_s = (time.perf_counter_ns() - self.start_ns) / 1e9
-        if not self._done.wait(max(0.0, self._deadline_s - passed_s)):
-            raise DuckTimeout(
-                f"duck {self._name} did not answer within deadline_s="
-                f"{self._deadline_s}; raise deadline_s if it is only slow"
-            )
-        if isinstance(self._outcome, MoeReply):
-            return self._outcome
-        assert self._outcome is not None
-        raise _renewed(self._outcome)
-
-    def misfit(self, partial: Partial) -> str:
-        """What is wrong with the shape or dtype of a partial sum, if anything is."""
-        if (partial.shape, partial.nbytes) == (self._shape, self._num_bytes):
-            return ""
-        return (
-            f"expected a partial sum of shape {list(self._shape)} in "
-            f"{self._num_bytes} bytes, got {list(partial.shape)} in {partial.nbytes}"
-        )
-
-    def finish(self, outcome: MoeReply | DuckError) -> None:
-        """Set the outcome; called once."""
-        self._outcome = outcome
-        self._done.set()
-
-
-def _renewed(error: DuckError) -> DuckError:
-    """A copy to raise: one error object raised in two threads mixes their traces."""
-    copy = type(error)(str(error))
-    copy.__cause__ = error.__cause__
-    return copy

@@ -22,6 +22,7 @@ from vllm_duck.executor.duck import (
     MoeSum,
 )
 from vllm_duck.executor.wire.bf16 import bf16_to_f32
+from vllm_duck.executor.wire.recovery import StepLimit
 
 # Calls that the medians of the statistics look back on.
 _STATISTICS_WINDOW = 4096
@@ -30,8 +31,12 @@ _STATISTICS_WINDOW = 4096
 class PythonFanOut:
     """`duck.FanOut`: calls every duck through its own client."""
 
-    def __init__(self, ducks: Sequence[Duck]) -> None:
+    def __init__(
+        self, ducks: Sequence[Duck], step_limit: StepLimit | None = None
+    ) -> None:
+        """step_limit: the one that the ducks look at."""
         self._ducks = tuple(ducks)
+        self._step_limit = step_limit or StepLimit()
         self._logs = tuple(_CallLog(duck.name) for duck in ducks)
 
     def send(self, request: MoeRequest) -> "_PendingSum":
@@ -39,6 +44,9 @@ class PythonFanOut:
 
     def statistics(self) -> list[DuckStatistics]:
         return [log.summary() for log in self._logs]
+
+    def begin_step(self, limit_s: float) -> None:
+        self._step_limit.end_s = time.monotonic() + limit_s
 
     def close(self) -> None:
         """The ducks are closed by their owner."""

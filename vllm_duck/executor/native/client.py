@@ -1,14 +1,15 @@
 """All ducks over the native stream: C++ sends, waits and sums, without the GIL.
 
 There is no thread behind it: whoever waits for a result drives the sockets of all
-ducks. A connection that breaks is replaced and what was in flight is sent again; see
-csrc/stream/client/link.h.
+ducks. A connection that breaks is replaced and what was in flight is sent again, for as
+long as `recover_s` says; see csrc/stream/client/link.h.
 """
 
 import time
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_duck.endpoints import check_endpoint
 from vllm_duck.errors import (
@@ -30,6 +31,7 @@ from vllm_duck.executor.wire.codec import NUMPY_DTYPE, ReplyStatus
 from vllm_duck.executor.wire.errors import error_of_reply, error_of_status
 from vllm_duck.executor.wire.identity import mismatch
 from vllm_duck.executor.wire.limits import MAX_MESSAGE_BYTES, TOKEN_PREFIX
+from vllm_duck.executor.wire.recovery import RecoveryLog, gave_up
 from vllm_duck.executor.wire.security import ClientSecurity
 
 # As grpcio's client in client.py; a duck's machine that lost its power sends no FIN.
@@ -37,6 +39,7 @@ QUIET_S = 10.0
 
 # Failure::Kind of csrc/stream/ticket.h.
 _STATUS, _REFUSED, _TIMEOUT, _PROTOCOL, _CLOSED, _IDENTITY = range(6)
+_GAVE_UP, _LOST, _BACK = range(6, 9)
 
 
 class NativeFanOut:
@@ -50,16 +53,20 @@ class NativeFanOut:
         deadline_s: float,
         reply_dtype: ReplyDtype,
         security: ClientSecurity,
+        recover_s: float = 0.0,
         quiet_s: float = QUIET_S,
     ) -> None:
         """identities: who must answer at each endpoint, as identity_of() says it.
 
+        recover_s: how long a lost duck is waited for; with 0 its requests fail at once.
         quiet_s: how long a duck that owes a reply may be silent before it is pinged;
         half as long again, and its connection counts as lost.
         """
         self._names = tuple(check_endpoint(endpoint) for endpoint in endpoints)
         self._identities = tuple(identities)
         self._deadline_s = deadline_s
+        self._recover_s = recover_s
+        self._log = RecoveryLog()
         self._reply_dtype: ReplyDtype = reply_dtype
         token = security.token
         self._client = _stream.client_new(
@@ -67,6 +74,7 @@ class NativeFanOut:
             self._identities,
             "" if token is None else TOKEN_PREFIX + token,
             deadline_s,
+            recover_s,
             quiet_s,
             reply_dtype == "fp32",
         )
@@ -113,8 +121,29 @@ class NativeFanOut:
             )
         ]
 
+    def begin_step(self, limit_s: float) -> None:
+        _stream.client_begin_step(self._client, limit_s)
+
     def close(self) -> None:
         _stream.client_close(self._client)
+
+    def await_replies(
+        self, ticket: object, out: npt.NDArray[np.float32] | None
+    ) -> None:
+        """Wait until all ducks have answered; the sum goes to `out`.
+
+        Raises:
+            DuckError: of the first duck that failed.
+        """
+        while (event := _stream.ticket_wait(ticket, out)) is not None:
+            duck_idx, kind, code, text = event
+            name = self._names[duck_idx]
+            if kind == _LOST:
+                self._log.lost(name, text, self._recover_s)
+            elif kind == _BACK:
+                self._log.back(name, code / 1000)
+            else:
+                raise self.error(duck_idx, kind, code, text)
 
     def replies(self, ticket: object, shape: tuple[int, int]) -> list[MoeReply]:
         dtype = NUMPY_DTYPE[self._reply_dtype]
@@ -138,6 +167,8 @@ class NativeFanOut:
             )
         if kind == _CLOSED:
             return DuckUnavailable(f"duck {name}: {text}")
+        if kind == _GAVE_UP:
+            return gave_up(name, code / 1000, self._recover_s, text)
         if kind == _IDENTITY:
             expected = self._identities[duck_idx]
             return DuckProtocolError(f"duck {name} {mismatch(expected, text)}")
@@ -164,15 +195,11 @@ class _PendingSum:
     def wait(self) -> MoeSum:
         """The sum, and how long the ducks took until this host looked."""
         total = np.empty(self._shape, np.float32)
-        failure = _stream.ticket_wait(self._ticket, total)
-        if failure is not None:
-            raise self._fan_out.error(*failure)
+        self._fan_out.await_replies(self._ticket, total)
         times_us = _stream.ticket_times(self._ticket)
         return MoeSum(total, CallTimes(self._sent_ns, *times_us))
 
     def replies(self) -> list[MoeReply]:
         """wait() for the partial sum of each duck instead, in duck order."""
-        failure = _stream.ticket_wait(self._ticket, None)
-        if failure is not None:
-            raise self._fan_out.error(*failure)
+        self._fan_out.await_replies(self._ticket, None)
         return self._fan_out.replies(self._ticket, self._shape)

@@ -31,9 +31,7 @@ Client::Client(const ClientOptions& options)
   for (const auto& endpoint : options.endpoints)
     links_.push_back(std::make_unique<Link>(
         int(links_.size()), endpoint, options.identities[links_.size()],
-        options.authorization, epoll_,
-        std::chrono::duration_cast<Clock::duration>(
-            std::chrono::duration<double>(options.quiet_s))));
+        options.authorization, epoll_, &options_.patience, &news_));
 }
 
 Client::~Client() {
@@ -53,9 +51,10 @@ TicketRef Client::start(const ForwardCall& call) {
   ticket->max_reply_bytes =
       size_t(call.num_rows) * call.hidden_size * element_bytes(ticket->dtype);
   ticket->start = Clock::now();
-  ticket->deadline =
-      ticket->start + std::chrono::duration_cast<Clock::duration>(
-                          std::chrono::duration<double>(options_.deadline_s));
+  const Patience& patience = options_.patience;
+  ticket->deadline = patience.recover > Clock::duration::zero()
+                         ? Clock::time_point::max()
+                         : ticket->start + patience.deadline;
   ticket->slots.resize(links_.size());
   ticket->num_missing = int(links_.size());
   if (is_closed_) {
@@ -78,19 +77,31 @@ bool Client::is_done(Ticket* ticket) {
   return ticket->is_settled() || Clock::now() >= ticket->deadline;
 }
 
-void Client::wait(Ticket* ticket) {
+Client::Waited Client::wait(Ticket* ticket, News* news) {
   std::unique_lock<std::mutex> lock(mutex_);
   // What came while the caller did other things is in time, whenever it is looked at.
   if (!ticket->is_settled() && !is_polling_) poll(&lock, Clock::time_point::min());
-  while (!ticket->is_settled()) {
+  auto until = std::min(ticket->deadline, Clock::now() + kLongestPoll);
+  while (!ticket->is_settled() && news_.empty()) {
     if (Clock::now() >= ticket->deadline) {
       time_out(ticket);
+    } else if (Clock::now() >= until) {
+      return Waited::kNotYet;
     } else if (is_polling_) {
-      polled_.wait_until(lock, ticket->deadline);
+      polled_.wait_until(lock, until);
     } else {
-      poll(&lock, ticket->deadline);
+      poll(&lock, until);
     }
   }
+  if (news_.empty()) return Waited::kSettled;
+  *news = std::move(news_.front());
+  news_.erase(news_.begin());
+  return Waited::kNews;
+}
+
+void Client::begin_step(Clock::time_point give_up_at) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  options_.patience.give_up_at = give_up_at;
 }
 
 void Client::poll(std::unique_lock<std::mutex>* lock, Clock::time_point until) {

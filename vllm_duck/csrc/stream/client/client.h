@@ -18,8 +18,7 @@ struct ClientOptions {
   std::vector<std::string> endpoints;
   std::vector<std::string> identities;  // of the ducks, see identity.py
   std::string authorization;  // empty: none
-  double deadline_s;
-  double quiet_s;  // see Link
+  Patience patience;
   DType reply_dtype;
 };
 
@@ -33,8 +32,13 @@ class Client {
   TicketRef start(const ForwardCall& call);
   // True once wait() would return at once.
   bool is_done(Ticket* ticket);
-  // Waits until all ducks have answered, one has failed, or the deadline is over.
-  void wait(Ticket* ticket);
+  enum class Waited { kSettled, kNews, kNotYet };
+  // Waits until all ducks have answered, one has failed, or the deadline is over; but
+  // returns at least once a second, and with the oldest news when there are any.
+  Waited wait(Ticket* ticket, News* news);
+  // From here on a duck that is lost after `give_up_at` fails its requests at once, and
+  // one that is lost then fails them at that time.
+  void begin_step(Clock::time_point give_up_at);
   // The ticket's holder goes: late replies to it are dropped.
   void forget(Ticket* ticket);
   void close();
@@ -57,6 +61,7 @@ class Client {
   int epoll_;
   uint64_t last_id_ = 0;
   size_t num_in_flight_ = 0;
+  std::vector<News> news_;
   std::vector<std::unique_ptr<Link>> links_;
 };
 

@@ -49,18 +49,28 @@ void destroy_ticket(PyObject* capsule) {
   delete held;
 }
 
-// client_new(endpoints, identities, authorization, deadline_s, quiet_s, is_fp32)
-// -> client
+Clock::duration duration_of(PyObject* seconds) {
+  return std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(PyFloat_AsDouble(seconds)));
+}
+
+PyObject* to_tuple(int duck, const Failure& what) {
+  return Py_BuildValue("(iiiN)", duck, int(what.kind), what.code, to_text(what.text));
+}
+
+// client_new(endpoints, identities, authorization, deadline_s, recover_s, quiet_s,
+//            is_fp32) -> client
 PyObject* client_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  if (!require_args(num_args, 6)) return nullptr;
+  if (!require_args(num_args, 7)) return nullptr;
   ClientOptions options;
   if (!read_strings(args[0], &options.endpoints) ||
       !read_strings(args[1], &options.identities) ||
       !read_string(args[2], &options.authorization))
     return nullptr;
-  options.deadline_s = PyFloat_AsDouble(args[3]);
-  options.quiet_s = PyFloat_AsDouble(args[4]);
-  options.reply_dtype = PyObject_IsTrue(args[5]) ? DType::kF32 : DType::kBf16;
+  options.patience.deadline = duration_of(args[3]);
+  options.patience.recover = duration_of(args[4]);
+  options.patience.quiet = duration_of(args[5]);
+  options.reply_dtype = PyObject_IsTrue(args[6]) ? DType::kF32 : DType::kBf16;
   if (PyErr_Occurred()) return nullptr;
   return PyCapsule_New(new ClientRef(std::make_shared<Client>(options)), kClientName,
                        destroy<ClientRef>);
@@ -95,6 +105,20 @@ PyObject* client_start(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   }
   if (!ticket) Py_RETURN_NONE;
   return PyCapsule_New(new HeldTicket{*client, ticket}, kTicketName, destroy_ticket);
+}
+
+// client_begin_step(client, limit_s): see Client::begin_step
+PyObject* client_begin_step(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  if (!require_args(num_args, 2)) return nullptr;
+  auto* client = from_capsule<ClientRef>(args[0], kClientName);
+  if (!client) return nullptr;
+  auto limit = duration_of(args[1]);
+  if (PyErr_Occurred()) return nullptr;
+  {
+    WithoutGil released;
+    (*client)->begin_step(Clock::now() + limit);
+  }
+  Py_RETURN_NONE;
 }
 
 PyObject* client_close(PyObject*, PyObject* capsule) {
@@ -140,7 +164,8 @@ PyObject* ticket_is_done(PyObject*, PyObject* capsule) {
 }
 
 // ticket_wait(ticket, out) -> None, with the sum in out (float32 [T, H]; None: not
-// wanted), or what failed: (duck index, kind, code, text), see ticket.h
+// wanted), or what failed: (duck index, kind, code, text), see ticket.h; or news of a
+// duck in the same form, and the wait has not ended
 PyObject* ticket_wait(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   if (!require_args(num_args, 2)) return nullptr;
   auto* held = from_capsule<HeldTicket>(args[0], kTicketName);
@@ -151,15 +176,21 @@ PyObject* ticket_wait(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   if (is_wanted && !out.get(args[1], size_t(ticket.num_rows) * ticket.hidden_size * 4,
                             PyBUF_WRITABLE))
     return nullptr;
-  {
-    WithoutGil released;
-    held->client->wait(&ticket);
-    if (is_wanted && ticket.failed_duck < 0)
-      sum_partials(ticket, static_cast<float*>(out.data()));
+  News news;
+  auto waited = Client::Waited::kNotYet;
+  while (waited != Client::Waited::kSettled) {
+    {
+      WithoutGil released;
+      waited = held->client->wait(&ticket, &news);
+      if (is_wanted && waited == Client::Waited::kSettled && ticket.failed_duck < 0)
+        sum_partials(ticket, static_cast<float*>(out.data()));
+    }
+    if (waited == Client::Waited::kNews) return to_tuple(news.duck, news.what);
+    // A lost duck is waited for long; a signal must not wait.
+    if (waited == Client::Waited::kNotYet && PyErr_CheckSignals() != 0) return nullptr;
   }
   if (ticket.failed_duck < 0) Py_RETURN_NONE;
-  return Py_BuildValue("(iiiN)", ticket.failed_duck, int(ticket.failure.kind),
-                       ticket.failure.code, to_text(ticket.failure.text));
+  return to_tuple(ticket.failed_duck, ticket.failure);
 }
 
 // ticket_times(ticket), after ticket_wait() has returned None
@@ -206,6 +237,7 @@ std::vector<PyMethodDef> client_functions() {
   return {
       fast<client_new>("client_new"),
       fast<client_start>("client_start"),
+      fast<client_begin_step>("client_begin_step"),
       single<client_close>("client_close"),
       single<client_statistics>("client_statistics"),
       single<ticket_is_done>("ticket_is_done"),

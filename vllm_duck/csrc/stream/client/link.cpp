@@ -9,25 +9,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A request is sent on at most this many connections.
+// A request is sent on at most this many connections: it may be what kills the duck.
 constexpr int kMaxSends = 3;
-// Before the second connection in a row, and four times that before the third.
+// Before the second connection in a row, and twice that before each next one.
 constexpr auto kBackoff = milliseconds(50);
+constexpr auto kLongestBackoff = milliseconds(2000);
 constexpr int kPeerLostS = 15;
-// A reply without its tensor: numbers, and a sentence for people.
-constexpr size_t kMaxReplyHead = 64 << 10;
 constexpr auto kNever = Clock::time_point::max();
-
-uint32_t microseconds_between(Clock::time_point from, Clock::time_point to) {
-  return uint32_t(
-      std::chrono::duration_cast<std::chrono::microseconds>(to - from).count());
-}
-
-// A duck that drains or ends a connection may be back on the next one.
-bool is_passing(int code) {
-  return code == kStatusOk || code == kStatusCancelled || code == kStatusUnavailable ||
-         code == kStatusDataLoss;
-}
 
 }  // namespace
 
@@ -40,12 +28,14 @@ void CallLog::add(CallTimes times) {
 }
 
 Link::Link(int index, const std::string& endpoint, const std::string& identity,
-           const std::string& authorization, int epoll, Clock::duration quiet)
+           const std::string& authorization, int epoll, const Patience* patience,
+           std::vector<News>* news)
     : index_(index),
       identity_(identity),
       epoll_(epoll),
       dialer_(endpoint, epoll, this),
-      quiet_(quiet) {
+      patience_(patience),
+      news_(news) {
   headers_ = {{":method", "POST"},
               {":scheme", "http"},
               {":path", "/duck.v1.Duck/Forward"},
@@ -62,11 +52,13 @@ void Link::start(const TicketRef& ticket, Clock::time_point now) {
   if (in_flight_.empty() && waiting_.empty()) {
     last_heard_ = now;
     is_pinged_ = false;
+    lost_at_ = now;  // if it is: nobody has looked for it meanwhile
   }
+  ticket->slots[size_t(index_)].deadline = now + patience_->deadline;
   waiting_.push_back(ticket);
   if (state_ == State::kDown && reconnect_at_ <= now) connect(now);
   if (state_ != State::kOpen) return;
-  send_waiting();
+  send_waiting(now);
   flush(now);
 }
 
@@ -101,12 +93,17 @@ void Link::on_dialed(Dialer::Outcome outcome, Clock::time_point now) {
 
 void Link::connect_failed(const std::string& reason, Clock::time_point now) {
   disconnect();
-  std::string text = reason;
-  if (!loss_.text.empty()) text += ", after: " + loss_.text;
+  Failure why = {Failure::kStatus, kStatusUnavailable, reason};
+  if (can_recover()) {
+    loss_ = why;
+    ++num_losses_;
+    return reconnect_later(now);
+  }
+  if (!loss_.text.empty()) why.text += ", after: " + loss_.text;
   num_losses_ = 0;
   loss_ = {};
   reconnect_at_ = now;
-  fail_all({Failure::kStatus, kStatusUnavailable, text});
+  fail_all(why);
 }
 
 void Link::on_connected(Clock::time_point now) {
@@ -133,12 +130,13 @@ void Link::watch(bool wants_write) {
   ::epoll_ctl(epoll_, EPOLL_CTL_MOD, connection_->socket(), &event);
 }
 
-void Link::send_waiting() {
+void Link::send_waiting(Clock::time_point now) {
   Stream* stream = connection_->find(stream_);
   if (!stream || !is_proven_ || is_leaving_ || is_lost_) return;
   for (; !waiting_.empty(); waiting_.pop_front()) {
     max_reply_bytes_ = std::max(max_reply_bytes_, waiting_.front()->max_reply_bytes);
     connection_->send(stream, waiting_.front()->request);
+    waiting_.front()->slots[size_t(index_)].deadline = now + patience_->deadline;
     in_flight_.push_back(std::move(waiting_.front()));
   }
 }
@@ -159,7 +157,7 @@ void Link::on_event(uint32_t events, Clock::time_point now) {
     lose({Failure::kStatus, kStatusUnavailable, connection_->end_reason()}, true);
   // It has just proved itself.
   if (is_proven_ && !is_lost_ && !waiting_.empty()) {
-    send_waiting();
+    send_waiting(now);
     return flush(now);
   }
   settle(now);
@@ -167,7 +165,7 @@ void Link::on_event(uint32_t events, Clock::time_point now) {
 
 // Acts on what the callbacks have found.
 void Link::settle(Clock::time_point now) {
-  if (state_ != State::kOpen) return;
+  if (state_ != State::kOpen && !is_lost_) return;
   if (is_leaving_ && in_flight_.empty() && !is_lost_)
     lose({Failure::kStatus, kStatusUnavailable, "it ended the connection"}, true);
   if (!is_lost_) return watch(connection_->is_clogged());
@@ -175,16 +173,32 @@ void Link::settle(Clock::time_point now) {
   disconnect();
   if (!in_flight_.empty() || !waiting_.empty()) ++num_losses_;
   // Back to the front, in their order.
+  size_t num_sent = in_flight_.size();
   waiting_.insert(waiting_.begin(), in_flight_.begin(), in_flight_.end());
   in_flight_.clear();
   if (may_resend_)
-    fail_often_lost();
+    fail_often_lost(num_sent);
   else
     fail_all(loss_);
+  reconnect_later(now);
+  if (!waiting_.empty() && reconnect_at_ <= now) connect(now);
+}
+
+void Link::reconnect_later(Clock::time_point now) {
   reconnect_at_ = now;
   if (num_losses_ > 1)
-    reconnect_at_ += kBackoff * (1 << 2 * std::min(num_losses_ - 2, 3));
-  if (!waiting_.empty() && reconnect_at_ <= now) connect(now);
+    reconnect_at_ += std::min<Clock::duration>(
+        kBackoff * (1 << std::min(num_losses_ - 2, 8)), kLongestBackoff);
+  if (is_recovering_ || waiting_.empty() || !can_recover()) return;
+  is_recovering_ = true;
+  lost_at_ = now;
+  news_->push_back({index_, {Failure::kLost, 0, loss_.text}});
+}
+
+void Link::give_up(Clock::time_point now) {
+  disconnect();
+  reconnect_at_ = now;
+  fail_all({Failure::kGaveUp, milliseconds_between(lost_at_, now), loss_.text});
 }
 
 void Link::lose(Failure why, bool may_resend) {
@@ -201,10 +215,14 @@ void Link::disconnect() {
   state_ = State::kDown;
 }
 
-// Also those that waited for the duck to prove itself.
-void Link::fail_often_lost() {
+// The first `num_sent` of those that wait were sent. Where a lost duck is not waited
+// for, the others count too: it never proves itself.
+void Link::fail_often_lost(size_t num_sent) {
+  size_t num_counted = can_recover() ? num_sent : waiting_.size();
+  for (size_t i = 0; i < num_counted; ++i)
+    ++waiting_[i]->slots[size_t(index_)].num_losses;
   auto is_over = [this](const TicketRef& ticket) {
-    if (++ticket->slots[size_t(index_)].num_losses < kMaxSends) return false;
+    if (ticket->slots[size_t(index_)].num_losses < kMaxSends) return false;
     ticket->fail(index_, loss_);
     return true;
   };
@@ -219,7 +237,30 @@ void Link::fail_all(const Failure& why) {
   waiting_.clear();
 }
 
+Clock::time_point Link::limit() const {
+  if (!can_recover()) return kNever;
+  if (in_flight_.empty() && waiting_.empty()) return kNever;
+  if (is_recovering_)
+    return std::min(lost_at_ + patience_->recover, patience_->give_up_at);
+  // The first ones were sent first.
+  const auto& oldest = in_flight_.empty() ? waiting_.front() : in_flight_.front();
+  return oldest->slots[size_t(index_)].deadline;
+}
+
 Clock::time_point Link::on_time(Clock::time_point now) {
+  if (now >= limit()) {
+    if (is_recovering_) {
+      give_up(now);
+    } else {
+      lose({Failure::kTimeout, 0, "it did not answer within deadline_s"}, true);
+      settle(now);
+    }
+  }
+  auto next = advance(now);
+  return std::min(next, limit());
+}
+
+Clock::time_point Link::advance(Clock::time_point now) {
   if (state_ == State::kDown) {
     if (waiting_.empty()) return kNever;
     if (reconnect_at_ <= now) connect(now);
@@ -236,7 +277,8 @@ Clock::time_point Link::on_time(Clock::time_point now) {
     last_heard_ = now;
     is_pinged_ = false;
   }
-  auto due = last_heard_ + (is_pinged_ ? quiet_ * 3 / 2 : quiet_);
+  auto quiet = patience_->quiet;
+  auto due = last_heard_ + (is_pinged_ ? quiet * 3 / 2 : quiet);
   if (now < due) return due;
   if (is_pinged_) {
     lose({Failure::kStatus, kStatusUnavailable, "it does not answer pings"}, true);
@@ -246,105 +288,12 @@ Clock::time_point Link::on_time(Clock::time_point now) {
   is_pinged_ = true;
   connection_->ping();
   flush(now);
-  return now + quiet_ / 2;
+  return now + quiet / 2;
 }
 
 void Link::close() {
   fail_all({Failure::kClosed, 0, "the client was closed"});
   disconnect();
 }
-
-void Link::on_headers(Stream* stream, bool is_last) {
-  const std::string* status = find_header(stream->headers, ":status");
-  const std::string* type = find_header(stream->headers, "content-type");
-  if (status && *status == "200" && (!type || type->rfind("application/grpc", 0) != 0))
-    return lose({Failure::kProtocol, 0, "it answers, but not with gRPC"}, false);
-  // The end of a call without messages: on_close() says why.
-  if (is_last || is_proven_ || !status || *status != "200") return;
-  const std::string* identity = find_header(stream->headers, kIdentityHeader);
-  is_proven_ = identity && *identity == identity_;
-  if (!is_proven_)
-    lose({Failure::kIdentity, 0, identity ? *identity : std::string()}, false);
-}
-
-// Also of requests that were given up: their replies still come, to be dropped.
-size_t Link::max_message_bytes(const Stream&) {
-  return max_reply_bytes_ + kMaxReplyHead;
-}
-
-void Link::on_message(Stream*, Message message) {
-  if (is_lost_) return;
-  ReplyView reply;
-  Parsed parsed = parse({message.data(), message.size()}, message.checksum, &reply);
-  // A damaged reply has no id to trust: what is in flight is asked for again.
-  if (parsed != Parsed::kOk || !reply.has_checksum) {
-    const char* what = parsed == Parsed::kMalformed     ? "that does not parse"
-                       : parsed == Parsed::kBadChecksum ? "with a wrong checksum"
-                                                        : "without a checksum";
-    return lose({Failure::kProtocol, 0,
-                 "expected a duck.v1.ForwardReply, got " +
-                     std::to_string(message.size()) + " bytes " + what},
-                parsed != Parsed::kOk);
-  }
-  auto found = std::find_if(
-      in_flight_.begin(), in_flight_.end(),
-      [&](const auto& each) { return each->request_id == reply.request_id; });
-  // Its request has missed its deadline, or was given up.
-  if (found == in_flight_.end()) return;
-  TicketRef ticket = std::move(*found);
-  in_flight_.erase(found);
-  num_losses_ = 0;
-  loss_ = {};
-  if (reply.status != uint32_t(ForwardStatus::kOk)) {
-    std::string text(reinterpret_cast<const char*>(reply.error.data), reply.error.size);
-    return ticket->fail(index_, {Failure::kRefused, int(reply.status), text});
-  }
-  size_t expected_bytes =
-      size_t(ticket->num_rows) * ticket->hidden_size * element_bytes(ticket->dtype);
-  if (reply.num_rows != ticket->num_rows || reply.hidden_size != ticket->hidden_size ||
-      reply.dtype != uint32_t(ticket->dtype) || reply.partial.size != expected_bytes)
-    return ticket->fail(
-        index_,
-        {Failure::kProtocol, 0,
-         "expected a partial sum of shape [" + std::to_string(ticket->num_rows) + ", " +
-             std::to_string(ticket->hidden_size) + "] in " +
-             std::to_string(expected_bytes) + " bytes, got [" +
-             std::to_string(reply.num_rows) + ", " + std::to_string(reply.hidden_size) +
-             "] in " + std::to_string(reply.partial.size)});
-  Slot& slot = ticket->slots[size_t(index_)];
-  slot.is_done = true;
-  slot.message = std::move(message);  // its memory stays where it is
-  slot.reply = reply;
-  slot.rtt_us = microseconds_between(ticket->start, Clock::now());
-  --ticket->num_missing;
-  log_.add({slot.rtt_us, reply.compute_us, reply.queue_us});
-}
-
-void Link::on_refusal(Stream* stream, Connection::Refusal why) {
-  if (why == Connection::Refusal::kCompressed)
-    return lose(
-        {Failure::kProtocol, 0,
-         "it compresses its replies; vllm_duck does not read compressed messages"},
-        false);
-  if (why == Connection::Refusal::kNoMemory)
-    return lose({Failure::kStatus, kStatusResourceExhausted,
-                 "the host has no memory for a reply of " +
-                     std::to_string(stream->inbox.announced_bytes()) + " bytes"},
-                false);
-  lose({Failure::kProtocol, 0,
-        "expected a reply of at most " + std::to_string(max_message_bytes(*stream)) +
-            " bytes, got one of " + std::to_string(stream->inbox.announced_bytes())},
-       false);
-}
-
-void Link::on_close(Stream* stream, uint32_t h2_error) {
-  if (stream->id != stream_) return;
-  Status end = status_of(stream->headers, stream->trailers, h2_error);
-  bool may_resend = is_passing(end.code);
-  if (end.code == kStatusOk) end = {kStatusUnavailable, "it ended the stream"};
-  lose({Failure::kStatus, end.code, end.text}, may_resend);
-}
-
-void Link::on_goaway() { is_leaving_ = true; }
 
 }  // namespace duck::stream

@@ -1,9 +1,11 @@
 // A client's end of one duck: its connection, its Forward stream, what is in flight.
 //
 // A connection that breaks is replaced, and what was in flight is sent again under its
-// old id: a duck keeps no state, so a request may be computed twice. A duck that
-// cannot be connected to fails its requests at once, and so does another duck than the
-// one that the host was checked with: each stream opens with the duck's identity.
+// old id: a duck keeps no state, so a request may be computed twice. A duck that cannot
+// be connected to, or is late, is lost: it is tried again and again for as long as the
+// Patience says, and its requests wait; with none they fail at once. Another duck than
+// the one that the host was checked with always fails them at once: each stream opens
+// with the duck's identity.
 #pragma once
 
 #include <deque>
@@ -34,12 +36,31 @@ class CallLog {
   std::vector<CallTimes> latest_;
 };
 
+// How long a client waits for its ducks.
+struct Patience {
+  // With a request in flight and nothing heard for that long, a duck is pinged; after
+  // half of it again without a sound, the connection counts as lost.
+  Clock::duration quiet;
+  // For an answer, while the duck is connected.
+  Clock::duration deadline;
+  // For a lost duck; zero: its requests fail at once.
+  Clock::duration recover;
+  // For lost ducks, however short they have been lost.
+  Clock::time_point give_up_at = Clock::time_point::max();
+};
+
+// What the host's log is to say of a duck.
+struct News {
+  int duck;
+  Failure what;
+};
+
 class Link : private Connection::Owner {
  public:
-  // `quiet`: with a request in flight and nothing heard for that long, the duck is
-  // pinged; after half of it again without a sound, the connection counts as lost.
+  // `patience` and `news` are the client's and outlive this.
   Link(int index, const std::string& endpoint, const std::string& identity,
-       const std::string& authorization, int epoll, Clock::duration quiet);
+       const std::string& authorization, int epoll, const Patience* patience,
+       std::vector<News>* news);
   ~Link() override;
 
   void start(const TicketRef& ticket, Clock::time_point now);
@@ -59,13 +80,19 @@ class Link : private Connection::Owner {
   void on_dialed(Dialer::Outcome outcome, Clock::time_point now);
   void connect_failed(const std::string& reason, Clock::time_point now);
   void on_connected(Clock::time_point now);
-  void send_waiting();
+  void send_waiting(Clock::time_point now);
   void flush(Clock::time_point now);
   void settle(Clock::time_point now);
   void lose(Failure why, bool may_resend);
   void disconnect();
-  void fail_often_lost();
+  void fail_often_lost(size_t num_sent);
   void fail_all(const Failure& why);
+  bool can_recover() const { return patience_->recover > Clock::duration::zero(); }
+  void reconnect_later(Clock::time_point now);
+  void give_up(Clock::time_point now);
+  Clock::time_point advance(Clock::time_point now);
+  // When the duck is late, or has been lost for too long.
+  Clock::time_point limit() const;
   void watch(bool wants_write);
 
   void on_headers(Stream* stream, bool is_last) override;
@@ -81,7 +108,8 @@ class Link : private Connection::Owner {
   Headers headers_;
   int epoll_;
   Dialer dialer_;
-  Clock::duration quiet_;
+  const Patience* patience_;
+  std::vector<News>* news_;
   State state_ = State::kDown;
   std::unique_ptr<Connection> connection_;
   int32_t stream_ = 0;
@@ -99,6 +127,9 @@ class Link : private Connection::Owner {
   Failure loss_{};
   int num_losses_ = 0;  // in a row, without an answer in between
   Clock::time_point reconnect_at_{};
+  // Lost, with a request that waits, and not proven since.
+  bool is_recovering_ = false;
+  Clock::time_point lost_at_{};
   Clock::time_point last_heard_{};
   uint64_t num_heard_ = 0;
   bool is_pinged_ = false;
