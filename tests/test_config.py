@@ -59,6 +59,7 @@ def test_settings_survive_a_round_trip():
         ),
         ({"deadline_s": float("nan")}, "deadline_s must be > 0 .*, got nan"),
         ({"deadline_s": float("inf")}, "deadline_s must be .* <= 86400, got inf"),
+        ({"recover_s": -1}, "recover_s must be >= 0 .*, got -1"),
         ({"connect_s": -1}, "connect_s must be >= 0 .*, got -1"),
         ({"deadline_s": "1"}, "deadline_s must be a number of seconds"),
         ({"reply_dtype": "fp8"}, "reply_dtype must be"),

@@ -55,6 +55,10 @@ class DuckConfig:
     local_weight_format: Literal["int8", "int4"] | None = None
     # Seconds a duck may take for one call.
     deadline_s: float = DEFAULT_DEADLINE_S
+    # Seconds that a step waits for a duck at one of the endpoints that is lost or late,
+    # before its requests fail; 0 fails them at once. Long enough for a restart from a
+    # page cache, and with deadline_s well within vLLM's own limit for a step, 300 s.
+    recover_s: float = 60.0
     # Seconds to wait at the start for ducks that are not up yet, for example because
     # they still load; 0 refuses at once.
     connect_s: float = 0.0
@@ -87,6 +91,8 @@ class DuckConfig:
             _refuse("local_threads", ">= 1", self.local_threads)
         if not 0 < self.deadline_s <= _DAY_S:
             _refuse("deadline_s", f"> 0 and <= {_DAY_S}", self.deadline_s)
+        if not 0 <= self.recover_s <= _DAY_S:
+            _refuse("recover_s", f">= 0 and <= {_DAY_S}", self.recover_s)
         if not 0 <= self.connect_s <= _DAY_S:
             _refuse("connect_s", f">= 0 and <= {_DAY_S}", self.connect_s)
         if (self.tls_cert is None) != (self.tls_key is None):

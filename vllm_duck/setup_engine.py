@@ -39,6 +39,7 @@ from vllm_duck.limits import (
 from vllm_duck.metrics import figures
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.spec_decode import method
+from vllm_duck.step_limit import check_step_limit
 
 _KV_DTYPES = {
     "auto": "fp8",
@@ -168,6 +169,7 @@ def _check_surroundings(
             "duck's attention needs the CPU platform in this version, got "
             f"{current_platform.device_name}; install vllm_duck[cpu]"
         )
+    check_step_limit(config)
     ClientSecurity.from_files(
         tls_ca=config.tls_ca,
         tls_cert=config.tls_cert,

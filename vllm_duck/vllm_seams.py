@@ -130,6 +130,13 @@ SEAMS = (
         parameters="self",
     ),
     Seam(
+        target="vllm.v1.worker.gpu_worker:Worker.execute_model",
+        use="override",
+        why="tells the ducks that a step begins, and how long it may wait for them",
+        remove_when="a worker hears of a step's deadline",
+        parameters="self scheduler_output",
+    ),
+    Seam(
         target="vllm.utils.cpu_resource_utils:get_cgroup_memory_usage",
         use="override",
         why="wrapped while the worker and kv_space look for memory",

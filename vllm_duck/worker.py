@@ -17,6 +17,7 @@ from vllm_duck.executor.wire.security import ClientSecurity
 from vllm_duck.hooks import page_cache_is_free, using_model_runner
 from vllm_duck.metrics.figures import FiguresWriter
 from vllm_duck.spec_decode.runner import DuckModelRunner
+from vllm_duck.step_limit import step_wait_s
 from vllm_duck.vllm_seams import check_seams
 
 logger = init_logger(__name__)
@@ -42,6 +43,7 @@ class DuckWorker(CPUWorker):
     local_ducks: LocalDucks | None = None
     fleet: Fleet | None = None
     figures_writer: FiguresWriter | None = None
+    step_wait_s: float
 
     def init_device(self) -> None:
         check_seams()
@@ -61,11 +63,18 @@ class DuckWorker(CPUWorker):
         config = DuckConfig.of(self.vllm_config)
         # vLLM does not call shutdown() on every way out of its worker process.
         atexit.register(self.stop_ducks)
+        self.step_wait_s = step_wait_s(config)
         self.fleet = self._connect(config)
         super().load_model(**kwargs)
         self.model_runner.attach_ducks(self.fleet)
         figures_file = HandOver.of(self.vllm_config).figures_file
         self.figures_writer = FiguresWriter(figures_file, self.step_figures)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """The first call of a step, which must end before vLLM gives its worker up."""
+        assert self.fleet is not None
+        self.fleet.begin_step(self.step_wait_s)
+        return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The last call of a step."""
@@ -144,6 +153,8 @@ class DuckWorker(CPUWorker):
             expect=Checkpoint(model_dir).summary,
             connect_s=config.connect_s,
             deadline_s=config.deadline_s,
+            # A local duck that has ended does not come back.
+            recover_s=config.recover_s if config.endpoints else 0.0,
             reply_dtype=config.reply_dtype,
             transport=config.transport,
             security=ClientSecurity.from_files(
