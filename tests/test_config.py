@@ -34,6 +34,14 @@ def test_endpoints_come_from_settings_before_the_environment():
     assert DuckConfig.from_settings(settings, environ).endpoints == ("c:1",)
 
 
+def test_replicas_are_a_list_or_stand_between_bars():
+    environ = {"VLLM_DUCK_ENDPOINTS": "a:1|b:1, c:1"}
+    config = DuckConfig.from_settings({"endpoints": [["a:1", "b:1"], "c:1"]}, {})
+    assert config == DuckConfig.from_settings({}, environ)
+    assert config == DuckConfig.from_settings(config.to_settings(), {})
+    assert config.endpoints == ("a:1|b:1", "c:1")
+
+
 def test_settings_survive_a_round_trip():
     config = DuckConfig.from_settings(
         {"endpoints": ["a:1", "b:1"], "deadline_s": 3, "reply_dtype": "fp32"}, {}
@@ -47,6 +55,9 @@ def test_settings_survive_a_round_trip():
         ({"endpoint": ["a:1"]}, r"unknown keys \['endpoint'\].*known keys.*endpoints"),
         ({"endpoints": "a:1"}, "endpoints must be a list of strings, got 'a:1'"),
         ({"endpoints": ["a:1", "a:1"]}, "each endpoint once"),
+        ({"endpoints": [["a:1", "b:1"], "b:1"]}, "each endpoint once"),
+        ({"endpoints": [["a:1", 2]]}, "endpoints must be a list of strings"),
+        ({"endpoints": [[]]}, "must be host:port or unix:/path, got ''"),
         ({"endpoints": [""]}, "must be host:port or unix:/path, got ''"),
         ({"endpoints": ["a:1 b:2"]}, "must be host:port .*, got 'a:1 b:2'"),
         ({"local_ducks": 0}, "local_ducks must be >= 1, got 0"),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from vllm_duck.endpoints import check_endpoint, parse_endpoints
+from vllm_duck.endpoints import join_replicas, parse_endpoints, replicas_of
 from vllm_duck.errors import DuckConfigError
 
 ENDPOINTS_VARIABLE = "VLLM_DUCK_ENDPOINTS"
@@ -36,7 +36,8 @@ class DuckConfig:
         DuckConfigError: a key is unknown, or a value is out of its range.
     """
 
-    # One duck per entry, in shard order: "unix:/path" or "host:port".
+    # One duck per entry, in shard order: "unix:/path" or "host:port". Replicas, which
+    # hold the same slice, have | in between, or are a list in JSON.
     # Empty: start `local_ducks` of them on this machine and stop them at the end.
     endpoints: tuple[str, ...] = ()
     # Ducks to start here when there are no endpoints.
@@ -81,9 +82,8 @@ class DuckConfig:
     def __post_init__(self) -> None:
         for key, hint in get_type_hints(type(self)).items():
             _check_type(key, hint, getattr(self, key))
-        for endpoint in self.endpoints:
-            check_endpoint(endpoint)
-        if len(set(self.endpoints)) != len(self.endpoints):
+        endpoints = [each for duck in self.endpoints for each in replicas_of(duck)]
+        if len(set(endpoints)) != len(endpoints):
             _refuse("endpoints", "each endpoint once", self.endpoints)
         if self.local_ducks < 1:
             _refuse("local_ducks", ">= 1", self.local_ducks)
@@ -117,7 +117,7 @@ class DuckConfig:
         if "endpoints" not in values:
             values["endpoints"] = environment_endpoints(environ)
         elif isinstance(values["endpoints"], list):
-            values["endpoints"] = tuple(values["endpoints"])
+            values["endpoints"] = tuple(map(_joined, values["endpoints"]))
         return cls(**values)
 
     @classmethod
@@ -175,6 +175,12 @@ _EXPECTED = {
     float: "a number of seconds",
     str: "a string",
 }
+
+
+def _joined(entry: Any) -> Any:
+    """A list of replicas as one string; what is neither is refused by its type."""
+    is_list = isinstance(entry, list) and all(isinstance(each, str) for each in entry)
+    return join_replicas(entry) if is_list else entry
 
 
 def _refuse_unknown(settings: Mapping[str, Any], known: list[str]) -> None:

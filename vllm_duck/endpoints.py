@@ -3,10 +3,12 @@
 import ipaddress
 import os
 import re
+from collections.abc import Sequence
 
 from vllm_duck.errors import DuckConfigError
 
 UNIX_PREFIX = "unix:"
+_REPLICAS = "|"
 # sun_path holds 108 bytes, the last of them zero.
 MAX_SOCKET_PATH_BYTES = 107
 
@@ -45,6 +47,19 @@ def check_endpoint(endpoint: str, *, is_listening: bool = False) -> str:
     return endpoint
 
 
+def replicas_of(duck: str) -> tuple[str, ...]:
+    """The endpoints of one duck: one, or those of its replicas, separated by `|`.
+
+    Raises:
+        DuckConfigError: one of them is no endpoint.
+    """
+    return tuple(check_endpoint(each.strip()) for each in duck.split(_REPLICAS))
+
+
+def join_replicas(endpoints: Sequence[str]) -> str:
+    return _REPLICAS.join(endpoints)
+
+
 def parse_endpoints(text: str) -> tuple[str, ...]:
     """Read the comma-separated list of VLLM_DUCK_ENDPOINTS; empty text names none.
 
@@ -59,7 +74,7 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
             f"endpoints must be separated by single commas, got {text!r}; remove the "
             "comma that has no endpoint beside it"
         )
-    return tuple(check_endpoint(part) for part in parts)
+    return tuple(join_replicas(replicas_of(part)) for part in parts)
 
 
 def split_host_port(endpoint: str) -> tuple[str, int]:

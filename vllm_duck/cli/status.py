@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from vllm_duck.cli import options
-from vllm_duck.endpoints import check_endpoint
+from vllm_duck.endpoints import replicas_of
 from vllm_duck.errors import DuckConfigError, DuckTransportError
 from vllm_duck.executor.duck import DuckInfo
 from vllm_duck.executor.grpcio.client import GrpcDuck
@@ -45,11 +45,10 @@ def run(args: argparse.Namespace) -> int:
     endpoints = args.endpoints or options.default_endpoints()
     if not endpoints:
         raise DuckConfigError("name an endpoint, or set VLLM_DUCK_ENDPOINTS")
-    for endpoint in endpoints:
-        check_endpoint(endpoint)
+    replicas = [each for duck in endpoints for each in replicas_of(duck)]
     security = options.client_security(args)
     are_well = [
-        _print_status(endpoint, args.deadline_s, security) for endpoint in endpoints
+        _print_status(endpoint, args.deadline_s, security) for endpoint in replicas
     ]
     return 0 if all(are_well) else 1
 

@@ -12,6 +12,7 @@ Invariants, pinned by tests:
 """
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Collection
@@ -21,8 +22,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from vllm_duck.config import DEFAULT_DEADLINE_S
-from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint
-from vllm_duck.errors import DuckError, DuckProtocolError, DuckTimeout, DuckUnavailable
+from vllm_duck.endpoints import join_replicas, replicas_of
+from vllm_duck.errors import (
+    DuckConfigError,
+    DuckError,
+    DuckProtocolError,
+    DuckTimeout,
+    DuckUnavailable,
+)
 from vllm_duck.executor.duck import (
     DuckInfo,
     MoeReply,
@@ -30,9 +37,9 @@ from vllm_duck.executor.duck import (
     ReplyDtype,
 )
 from vllm_duck.executor.grpcio.call import ForwardCall
+from vllm_duck.executor.grpcio.channel import open_channel
 from vllm_duck.executor.grpcio.pending import Pending, renewed
 from vllm_duck.executor.system.cpus import allowed_cpus, run_on_cpus
-from vllm_duck.executor.wire.addresses import grpc_target
 from vllm_duck.executor.wire.codec import (
     DESCRIBE_REQUEST,
     DecodedReply,
@@ -42,12 +49,10 @@ from vllm_duck.executor.wire.codec import (
 from vllm_duck.executor.wire.errors import (
     error_of_reply,
     error_of_rpc,
-    error_of_status,
 )
 from vllm_duck.executor.wire.identity import identity_of
 from vllm_duck.executor.wire.limits import (
     DESCRIBE_METHOD,
-    MAX_MESSAGE_BYTES,
     SERVICE,
     TOKEN_METADATA_KEY,
     TOKEN_PREFIX,
@@ -61,26 +66,7 @@ from vllm_duck.executor.wire.recovery import (
 )
 from vllm_duck.executor.wire.security import ClientSecurity
 
-_CHANNEL_OPTIONS = [
-    # The defaults of 4 MiB do not hold a prefill chunk.
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Otherwise two clients of one process share a connection, and one's prefill chunk
-    # delays the other's decode step.
-    ("grpc.use_local_subchannel_pool", 1),
-    # The step that waits wants to know now; trying again is the fleet's decision.
-    ("grpc.enable_retries", 0),
-    # A duck whose machine lost its power sends no FIN; pings find that out.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # The default grows to two minutes; a duck that is back is wanted at once.
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Ducks are on the local network: a proxy from the environment is never meant.
-    ("grpc.enable_http_proxy", 0),
-]
+logger = logging.getLogger(__name__)
 
 
 class StreamEnd(NamedTuple):
@@ -113,11 +99,14 @@ class GrpcDuck:
         recover_s: float = 0.0,
         step_limit: StepLimit | None = None,
     ) -> None:
-        """identity: who must answer, as identity_of() says it; describe() sets it.
+        """endpoint: of replicas, which stand in for each other, all with | in between.
+
+        identity: who must answer, as identity_of() says it; describe() sets it.
 
         recover_s: how long a lost duck is waited for; 0 fails its calls at once.
         """
-        self._name = check_endpoint(endpoint)
+        self._replicas = replicas_of(endpoint)
+        self._name = join_replicas(self._replicas)
         self._deadline_s = deadline_s
         self._reply_dtype: ReplyDtype = reply_dtype
         self._security = security or ClientSecurity()
@@ -142,29 +131,51 @@ class GrpcDuck:
         self._lost_at_s: float | None = None
         self._loss = ""
         self._num_losses = 0
+        # The replica that is the duck, or is tried next.
+        self._active = 0
 
     @property
     def name(self) -> str:
         return self._name
 
     def describe(self) -> DuckInfo:
-        """Ask the duck what it holds.
+        """Ask the duck what it holds; of replicas, all that answer.
 
         Raises:
             DuckTransportError: no duck answers there before the deadline.
+            DuckConfigError: its replicas do not hold the same.
         """
+        found: dict[str, DuckInfo] = {}
+        for endpoint in self._replicas:
+            try:
+                found[endpoint] = self._describe(endpoint)
+            except (DuckUnavailable, DuckTimeout) as error:
+                if endpoint == self._replicas[-1] and not found:
+                    raise
+                if len(self._replicas) > 1:
+                    logger.warning("replica %s does not answer: %s", endpoint, error)
+        (first, info), *others = found.items()
+        for endpoint, other in others:
+            if identity_of(other) != identity_of(info):
+                raise DuckConfigError(
+                    f"replicas must hold the same slice, got {identity_of(info)} at "
+                    f"{first} and {identity_of(other)} at {endpoint}; correct "
+                    "duck.endpoints, or start the right duck there"
+                )
+        self._identity = identity_of(info)
+        return info
+
+    def _describe(self, endpoint: str) -> DuckInfo:
         try:
-            with self._new_channel() as channel:
+            with self._new_channel(endpoint) as channel:
                 message = channel.unary_unary(DESCRIBE_METHOD)(
                     DESCRIBE_REQUEST,
                     timeout=self._deadline_s,
                     metadata=self._metadata(),
                 )
         except grpc.RpcError as error:
-            raise error_of_rpc(self._name, error) from error
-        info = decode_info(message)
-        self._identity = identity_of(info)
-        return info
+            raise error_of_rpc(endpoint, error) from error
+        return decode_info(message)
 
     def health(self) -> str:
         """Ask the standard health service: "SERVING" or "NOT_SERVING".
@@ -173,7 +184,7 @@ class GrpcDuck:
             DuckTransportError: nothing answers there before the deadline.
         """
         try:
-            with self._new_channel() as channel:
+            with self._new_channel(self._replicas[self._active]) as channel:
                 reply = health_pb2_grpc.HealthStub(channel).Check(
                     health_pb2.HealthCheckRequest(service=SERVICE),
                     timeout=self._deadline_s,
@@ -246,28 +257,10 @@ class GrpcDuck:
         if call is not None:
             call.break_off(self._late())
 
-    def _new_channel(self) -> grpc.Channel:
-        return run_on_cpus(self._open_channel, self._io_cpus)
-
-    def _open_channel(self) -> grpc.Channel:
-        security = self._security
-        try:
-            target = grpc_target(self._name)
-        except OSError as error:
-            code = grpc.StatusCode.UNAVAILABLE.value[0]
-            raise error_of_status(self._name, code, str(error.strerror)) from error
-        options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
-        if not self._name.startswith(UNIX_PREFIX):
-            # The name that was asked for, which a certificate must have.
-            options.append(("grpc.default_authority", self._name))
-        if security.tls_ca is None:
-            return grpc.insecure_channel(target, options=options)
-        credentials = grpc.ssl_channel_credentials(
-            root_certificates=security.tls_ca,
-            private_key=security.tls_key,
-            certificate_chain=security.tls_cert,
+    def _new_channel(self, endpoint: str) -> grpc.Channel:
+        return run_on_cpus(
+            lambda: open_channel(endpoint, self._security), self._io_cpus
         )
-        return grpc.secure_channel(target, credentials, options=options)
 
     def _start_thread(self) -> None:
         self._has_thread = True
@@ -292,7 +285,7 @@ class GrpcDuck:
     def _read_stream(self) -> StreamEnd:
         """One stream from beginning to end."""
         try:
-            channel = self._open_channel()
+            channel = open_channel(self._replicas[self._active], self._security)
         except DuckUnavailable as error:
             return StreamEnd(error, may_resend=True, was_proven=False)
         call = ForwardCall(
@@ -337,7 +330,9 @@ class GrpcDuck:
             return None
         self._num_losses += 1
         self._note_loss(end.reason)
-        return backoff_s(self._num_losses)
+        # Each replica is tried once at once.
+        self._active = (self._active + 1) % len(self._replicas)
+        return backoff_s(self._num_losses - len(self._replicas) + 1)
 
     def _note_loss(self, reason: DuckError) -> None:
         self._loss = str(reason).removeprefix(f"duck {self._name} ")

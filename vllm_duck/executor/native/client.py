@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_duck.endpoints import check_endpoint
+from vllm_duck.endpoints import join_replicas, replicas_of
 from vllm_duck.errors import (
     DuckError,
     DuckProtocolError,
@@ -56,13 +56,15 @@ class NativeFanOut:
         recover_s: float = 0.0,
         quiet_s: float = QUIET_S,
     ) -> None:
-        """identities: who must answer at each endpoint, as identity_of() says it.
+        """endpoints: one a duck; of replicas, which stand in for each other, with |.
+
+        identities: who must answer at each endpoint, as identity_of() says it.
 
         recover_s: how long a lost duck is waited for; with 0 its requests fail at once.
         quiet_s: how long a duck that owes a reply may be silent before it is pinged;
         half as long again, and its connection counts as lost.
         """
-        self._names = tuple(check_endpoint(endpoint) for endpoint in endpoints)
+        self._names = tuple(join_replicas(replicas_of(each)) for each in endpoints)
         self._identities = tuple(identities)
         self._deadline_s = deadline_s
         self._recover_s = recover_s

@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 
 #include <algorithm>
+#include <sstream>
 
 namespace duck::stream {
 namespace {
@@ -15,6 +16,7 @@ constexpr int kMaxSends = 3;
 constexpr auto kBackoff = milliseconds(50);
 constexpr auto kLongestBackoff = milliseconds(2000);
 constexpr int kPeerLostS = 15;
+constexpr size_t kAuthority = 3;  // of the headers
 constexpr auto kNever = Clock::time_point::max();
 
 }  // namespace
@@ -27,19 +29,21 @@ void CallLog::add(CallTimes times) {
   ++num_calls_;
 }
 
-Link::Link(int index, const std::string& endpoint, const std::string& identity,
+Link::Link(int index, const std::string& endpoints, const std::string& identity,
            const std::string& authorization, int epoll, const Patience* patience,
            std::vector<News>* news)
     : index_(index),
       identity_(identity),
       epoll_(epoll),
-      dialer_(endpoint, epoll, this),
       patience_(patience),
       news_(news) {
+  std::istringstream list(endpoints);
+  for (std::string each; std::getline(list, each, '|');)
+    replicas_.push_back(std::make_unique<Dialer>(each, epoll, this));
   headers_ = {{":method", "POST"},
               {":scheme", "http"},
               {":path", "/duck.v1.Duck/Forward"},
-              {":authority", dialer_.endpoint().authority()},
+              {":authority", ""},  // the replica's, see on_connected()
               {"te", "trailers"},
               {"content-type", "application/grpc"},
               {"user-agent", "vllm-duck"}};
@@ -81,11 +85,11 @@ void Link::forget(const Ticket* ticket) {
 
 void Link::connect(Clock::time_point now) {
   state_ = State::kConnecting;
-  on_dialed(dialer_.start(now), now);
+  on_dialed(dialer().start(now), now);
 }
 
 void Link::on_dialed(Dialer::Outcome outcome, Clock::time_point now) {
-  if (outcome == Dialer::Outcome::kFailed) return connect_failed(dialer_.error(), now);
+  if (outcome == Dialer::Outcome::kFailed) return connect_failed(dialer().error(), now);
   if (outcome == Dialer::Outcome::kPending) return;
   on_connected(now);
   flush(now);
@@ -93,10 +97,9 @@ void Link::on_dialed(Dialer::Outcome outcome, Clock::time_point now) {
 
 void Link::connect_failed(const std::string& reason, Clock::time_point now) {
   disconnect();
-  Failure why = {Failure::kStatus, kStatusUnavailable, reason};
-  if (can_recover()) {
+  Failure why = {Failure::kStatus, kStatusUnavailable, named(reason)};
+  if (++num_losses_ < replicas_.size() || can_recover()) {
     loss_ = why;
-    ++num_losses_;
     return reconnect_later(now);
   }
   if (!loss_.text.empty()) why.text += ", after: " + loss_.text;
@@ -107,7 +110,7 @@ void Link::connect_failed(const std::string& reason, Clock::time_point now) {
 }
 
 void Link::on_connected(Clock::time_point now) {
-  int socket = dialer_.take_socket();
+  int socket = dialer().take_socket();
   tune_socket(socket, kPeerLostS);
   connection_ = std::make_unique<Connection>(socket, /*is_server=*/false, 0,
                                              static_cast<Connection::Owner*>(this));
@@ -116,6 +119,7 @@ void Link::on_connected(Clock::time_point now) {
   last_heard_ = now;
   num_heard_ = 0;
   max_reply_bytes_ = 0;
+  headers_[kAuthority].second = dialer().endpoint().authority();
   stream_ = connection_->open_stream(headers_);
   is_watching_writes_ = true;
   watch(false);
@@ -148,7 +152,7 @@ void Link::flush(Clock::time_point now) {
 }
 
 void Link::on_event(uint32_t events, Clock::time_point now) {
-  if (state_ == State::kConnecting) return on_dialed(dialer_.advance(now), now);
+  if (state_ == State::kConnecting) return on_dialed(dialer().advance(now), now);
   if (state_ != State::kOpen) return;
   bool is_alive = true;
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) is_alive = connection_->receive();
@@ -184,11 +188,14 @@ void Link::settle(Clock::time_point now) {
   if (!waiting_.empty() && reconnect_at_ <= now) connect(now);
 }
 
+// Each replica is tried once at once.
 void Link::reconnect_later(Clock::time_point now) {
+  active_ = (active_ + 1) % replicas_.size();
   reconnect_at_ = now;
-  if (num_losses_ > 1)
+  if (num_losses_ > replicas_.size())
     reconnect_at_ += std::min<Clock::duration>(
-        kBackoff * (1 << std::min(num_losses_ - 2, 8)), kLongestBackoff);
+        kBackoff * (1 << std::min<size_t>(num_losses_ - replicas_.size() - 1, 8)),
+        kLongestBackoff);
   if (is_recovering_ || waiting_.empty() || !can_recover()) return;
   is_recovering_ = true;
   lost_at_ = now;
@@ -206,10 +213,18 @@ void Link::lose(Failure why, bool may_resend) {
   is_lost_ = true;
   may_resend_ = may_resend;
   loss_ = std::move(why);
+  // An identity is no sentence.
+  if (loss_.kind != Failure::kIdentity) loss_.text = named(loss_.text);
+}
+
+// What happened, and at which of several replicas.
+std::string Link::named(const std::string& reason) const {
+  if (replicas_.size() == 1) return reason;
+  return replicas_[active_]->endpoint().name() + ": " + reason;
 }
 
 void Link::disconnect() {
-  dialer_.stop();
+  dialer().stop();
   connection_.reset();
   stream_ = 0;
   state_ = State::kDown;
@@ -267,9 +282,9 @@ Clock::time_point Link::advance(Clock::time_point now) {
     if (state_ == State::kDown) return waiting_.empty() ? kNever : reconnect_at_;
   }
   if (state_ == State::kConnecting) {
-    if (now < dialer_.due()) return dialer_.due();
-    on_dialed(dialer_.advance(now), now);
-    return state_ == State::kConnecting ? dialer_.due() : now;
+    if (now < dialer().due()) return dialer().due();
+    on_dialed(dialer().advance(now), now);
+    return state_ == State::kConnecting ? dialer().due() : now;
   }
   if (in_flight_.empty() && (is_proven_ || waiting_.empty())) return kNever;
   if (connection_->num_received() != num_heard_) {

@@ -6,6 +6,9 @@
 // Patience says, and its requests wait; with none they fail at once. Another duck than
 // the one that the host was checked with always fails them at once: each stream opens
 // with the duck's identity.
+//
+// A duck may have replicas, which hold the same slice: when one is lost, the next one
+// in turn is the duck.
 #pragma once
 
 #include <deque>
@@ -57,8 +60,9 @@ struct News {
 
 class Link : private Connection::Owner {
  public:
-  // `patience` and `news` are the client's and outlive this.
-  Link(int index, const std::string& endpoint, const std::string& identity,
+  // `endpoints`: of the replicas, separated by |. `patience` and `news` are the client's
+  // and outlive this.
+  Link(int index, const std::string& endpoints, const std::string& identity,
        const std::string& authorization, int epoll, const Patience* patience,
        std::vector<News>* news);
   ~Link() override;
@@ -88,6 +92,8 @@ class Link : private Connection::Owner {
   void fail_often_lost(size_t num_sent);
   void fail_all(const Failure& why);
   bool can_recover() const { return patience_->recover > Clock::duration::zero(); }
+  Dialer& dialer() { return *replicas_[active_]; }
+  std::string named(const std::string& reason) const;
   void reconnect_later(Clock::time_point now);
   void give_up(Clock::time_point now);
   Clock::time_point advance(Clock::time_point now);
@@ -107,7 +113,8 @@ class Link : private Connection::Owner {
   std::string identity_;
   Headers headers_;
   int epoll_;
-  Dialer dialer_;
+  std::vector<std::unique_ptr<Dialer>> replicas_;
+  size_t active_ = 0;
   const Patience* patience_;
   std::vector<News>* news_;
   State state_ = State::kDown;
@@ -125,7 +132,7 @@ class Link : private Connection::Owner {
   bool is_lost_ = false;
   bool may_resend_ = false;
   Failure loss_{};
-  int num_losses_ = 0;  // in a row, without an answer in between
+  size_t num_losses_ = 0;  // in a row, without an answer in between
   Clock::time_point reconnect_at_{};
   // Lost, with a request that waits, and not proven since.
   bool is_recovering_ = false;
