@@ -1,6 +1,6 @@
 """What vllm_duck changes in vLLM itself, and the vLLM version it was written for.
 
-Eight functions of vLLM are wrapped, and three names are swapped for a moment. With duck
+Nine functions of vLLM are wrapped, and three names are swapped for a moment. With duck
 off, the wrappers hand over to vLLM's own function and change nothing. The rest goes
 through its public seams (entry point, `worker_cls`, `load_format`,
 `model_class_overrides`, `additional_config`) and through classes of ours that override
@@ -14,7 +14,7 @@ import importlib
 import inspect
 import os
 import signal
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -211,6 +211,27 @@ def _let_the_engine_end(original: Callable[..., Any]) -> Callable[..., Any]:
     return shutdown
 
 
+def _name_the_duck(original: Callable[..., Any]) -> Callable[..., Any]:
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(self, *args, **kwargs)
+        if not is_duck_engine(self.vllm_config):
+            return outputs
+        return _until_a_duck_fails(outputs)
+
+    return generate
+
+
+async def _until_a_duck_fails(outputs: Any) -> AsyncIterator[Any]:
+    """The same, but an error that the scheduler gave a reason for is raised."""
+    from vllm.exceptions import RetryableRequestError
+
+    async for output in outputs:
+        for each in output.outputs:
+            if each.finish_reason == "error" and isinstance(each.stop_reason, str):
+                raise RetryableRequestError(each.stop_reason)
+        yield output
+
+
 def _leave_ctrl_c_to_the_server(original: Callable[..., Any]) -> Callable[..., Any]:
     def run_busy_loop(self: Any) -> None:
         if is_duck_engine(self.vllm_config):
@@ -374,6 +395,19 @@ HOOKS = (
         "ends in warnings and a traceback",
         remove_when="the time for requests is not the time for the processes",
         make=_let_the_engine_end,
+    ),
+    Hook(
+        target="vllm.v1.engine.async_llm.AsyncLLM.generate",
+        parameters=(
+            *("self", "prompt", "sampling_params", "request_id", "prompt_text"),
+            *("lora_request", "tokenization_kwargs", "trace_headers", "priority"),
+            *("data_parallel_rank", "session_id", "kv_hints", "reasoning_ended"),
+            "reasoning_parser_kwargs",
+        ),
+        why="a request that ended because a duck is lost would be answered with 500 "
+        "and 'Internal server error'; so it is 503 and names the duck",
+        remove_when="vLLM's servers pass on the reason of a request's error",
+        make=_name_the_duck,
     ),
     Hook(
         target="vllm.v1.engine.core.EngineCoreProc.run_busy_loop",

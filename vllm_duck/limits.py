@@ -17,6 +17,7 @@ from vllm_duck.errors import DuckConfigError
 
 LOAD_FORMAT = "duck"
 WORKER_CLASS = "vllm_duck.worker.DuckWorker"
+SCHEDULER_CLASS = "vllm_duck.scheduler.DuckScheduler"
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,8 @@ LIMITS = (
     ),
     Limit(
         "--scheduler-cls",
-        (),
-        "its drafts are tested with vLLM's own scheduler",
+        (SCHEDULER_CLASS,),
+        "a scheduler of duck's own ends the requests of a step without a duck",
         "scheduler_cls",
         "scheduler_config.scheduler_cls",
     ),

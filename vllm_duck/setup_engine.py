@@ -31,6 +31,7 @@ from vllm_duck.family import ModelFamily, all_classes, all_families, family_of
 from vllm_duck.hub import local_model
 from vllm_duck.limits import (
     LOAD_FORMAT,
+    SCHEDULER_CLASS,
     WORKER_CLASS,
     check_arguments,
     check_config,
@@ -125,6 +126,7 @@ def rewrite(args: EngineArgs, resolved: Resolved) -> EngineArgs:
         HAND_OVER_KEY: asdict(resolved.hand_over),
     }
     args.worker_cls = WORKER_CLASS
+    args.scheduler_cls = SCHEDULER_CLASS
     args.load_format = LOAD_FORMAT
     args.model_class_overrides = {
         **(args.model_class_overrides or {}),

@@ -92,9 +92,12 @@ _CPU_RUNNER = "vllm.v1.worker.cpu_model_runner:CPUModelRunner."
 _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker."
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer."
 _SAMPLER = "vllm.v1.sample.sampler:Sampler."
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
+_KV_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager."
 _THINKING = "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder."
 
 _NO_RUNNER_SEAM = "vLLM takes a proposer and a verifier as plugins"
+_NO_FAILED_STEP = "vLLM's scheduler lives on after a step that failed"
 _NO_SAMPLER_VIEW = "vLLM's sampler hands out the distribution it drew from"
 
 SEAMS = (
@@ -135,6 +138,59 @@ SEAMS = (
         why="tells the ducks that a step begins, and how long it may wait for them",
         remove_when="a worker hears of a step's deadline",
         parameters="self scheduler_output",
+    ),
+    Seam(
+        target=_SCHEDULER + "schedule",
+        use="override",
+        why="notes which requests a step has",
+        remove_when=_NO_FAILED_STEP,
+        parameters="self throttle_prefills",
+    ),
+    Seam(
+        target=_SCHEDULER + "finish_requests",
+        use="override",
+        why="notes the blocks of requests that are aborted while their step runs",
+        remove_when=_NO_FAILED_STEP,
+        parameters="self request_ids finished_status",
+    ),
+    Seam(
+        target=_SCHEDULER + "update_from_output",
+        use="override",
+        why="ends the requests of a failed step, and evicts what it was to write",
+        remove_when=_NO_FAILED_STEP,
+        parameters="self scheduler_output model_runner_output",
+    ),
+    Seam(
+        target=_SCHEDULER + "grammar_compile_error_reqs",
+        use="read",
+        why="update_from_output ends the requests in it with an error",
+        remove_when=_NO_FAILED_STEP,
+    ),
+    Seam(
+        target=_SCHEDULER + "block_size",
+        use="read",
+        why="which blocks a step writes",
+        remove_when=_NO_FAILED_STEP,
+    ),
+    Seam(
+        target=_KV_MANAGER + "evict_blocks",
+        use="call",
+        why="takes blocks that were not written out of the prefix cache",
+        remove_when=_NO_FAILED_STEP,
+        parameters="self block_ids",
+    ),
+    Seam(
+        target=_KV_MANAGER + "get_block_ids",
+        use="call",
+        why="which blocks a step writes",
+        remove_when=_NO_FAILED_STEP,
+        parameters="self request_id",
+    ),
+    Seam(
+        target=_RUNNER + "_draft_token_req_ids",
+        use="read",
+        why="cleared after a failed step: its drafts are those of an earlier one",
+        remove_when=_NO_RUNNER_SEAM,
     ),
     Seam(
         target="vllm.utils.cpu_resource_utils:get_cgroup_memory_usage",

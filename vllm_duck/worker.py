@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_duck.config import DuckConfig, HandOver
+from vllm_duck.errors import DuckTransportError
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.serve.local import LocalDucks
 from vllm_duck.executor.system.process import resident_bytes
@@ -16,11 +17,15 @@ from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.wire.security import ClientSecurity
 from vllm_duck.hooks import page_cache_is_free, using_model_runner
 from vllm_duck.metrics.figures import FiguresWriter
+from vllm_duck.scheduler import FailedStep
 from vllm_duck.spec_decode.runner import DuckModelRunner
 from vllm_duck.step_limit import step_wait_s
 from vllm_duck.vllm_seams import check_seams
 
 logger = init_logger(__name__)
+
+# How long a step waits for a duck that the step before has given up.
+_PROBE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,12 @@ class DuckWorker(CPUWorker):
     fleet: Fleet | None = None
     figures_writer: FiguresWriter | None = None
     step_wait_s: float
+    # Whether a duck that is lost may come back: local ones do not.
+    lives_on = False
+    # A duck was not to be had in the latest step.
+    is_degraded = False
+    # Of the step that runs.
+    scheduler_output: Any = None
 
     def init_device(self) -> None:
         check_seams()
@@ -63,6 +74,7 @@ class DuckWorker(CPUWorker):
         config = DuckConfig.of(self.vllm_config)
         # vLLM does not call shutdown() on every way out of its worker process.
         atexit.register(self.stop_ducks)
+        self.lives_on = bool(config.endpoints)
         self.step_wait_s = step_wait_s(config)
         self.fleet = self._connect(config)
         super().load_model(**kwargs)
@@ -73,12 +85,20 @@ class DuckWorker(CPUWorker):
     def execute_model(self, scheduler_output: Any) -> Any:
         """The first call of a step, which must end before vLLM gives its worker up."""
         assert self.fleet is not None
-        self.fleet.begin_step(self.step_wait_s)
-        return super().execute_model(scheduler_output)
+        self.fleet.begin_step(_PROBE_S if self.is_degraded else self.step_wait_s)
+        self.scheduler_output = scheduler_output
+        try:
+            return super().execute_model(scheduler_output)
+        except DuckTransportError as error:
+            return self._failed_step(error)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The last call of a step."""
-        output = super().sample_tokens(grammar_output)
+        try:
+            output = super().sample_tokens(grammar_output)
+        except DuckTransportError as error:
+            return self._failed_step(error)
+        self.is_degraded = False
         if self.figures_writer is not None:
             self.figures_writer.step_done()
         return output
@@ -132,6 +152,14 @@ class DuckWorker(CPUWorker):
         """For `LLM.collective_rpc`, with mtp_shadow on: how the MTP layer agrees."""
         shadow = self.model_runner.shadow
         return {} if shadow is None else shadow.figures()
+
+    def _failed_step(self, error: DuckTransportError) -> FailedStep:
+        if not self.lives_on:
+            raise error
+        self.is_degraded = True
+        logger.error("A step failed, and its requests end: %s", error)
+        self.model_runner.drop_drafts()
+        return FailedStep.of(self.scheduler_output, error)
 
     def _connect(self, config: DuckConfig) -> Fleet:
         model_dir = self.model_config.model

@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
-from testing.answers import runner_of, start, worker_of
+from testing.answers import lanes_are, runner_of, start, worker_of
 from testing.waiting import WAIT_S
+from vllm_duck.errors import DuckUnavailable
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.serve.local import LocalDucks
 
@@ -16,7 +17,10 @@ NUM_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def llm(engines, tiny_model):
-    return start(tiny_model, speculates=True)
+    llm = start(tiny_model, speculates=True)
+    # As with endpoints; ducks that vLLM started by itself do not come back.
+    worker_of(llm).lives_on = True
+    return llm
 
 
 @pytest.fixture
@@ -93,3 +97,62 @@ def test_ducks_killed_in_prefill_decode_and_draft_change_no_token(
     for at in (2, *range(half, half + num_in_a_row)):
         got, _ = _generate_killing(llm, tiny_model, listen, at, transport, **sampling)
         assert got == expected, at
+
+
+class _Failing:
+    """A fleet that has lost a duck for good, from one call on."""
+
+    def __init__(self, fleet, at):
+        self._fleet, self._at = fleet, at
+        self.num_calls = 0
+
+    def send(self, request):
+        self.num_calls += 1
+        if self.num_calls > self._at:
+            raise DuckUnavailable("duck a:1 has been lost for 60.0 s")
+        return self._fleet.send(request)
+
+
+def _ask(llm, prompts, **sampling):
+    from vllm import SamplingParams
+
+    return [
+        output.outputs[0]
+        for output in llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **sampling),
+            use_tqdm=False,
+        )
+    ]
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_no_block_of_a_failed_step_is_ever_a_prefix_hit(llm, overlaps):
+    """The same prompts and ones that share their prefix, once the duck is back."""
+    runner, fleet = runner_of(llm), worker_of(llm).fleet
+    shared = [7 + i % 90 for i in range(150)]
+    prompts = [[*shared, 5], [*shared, 6, 8], list(range(20, 70))]
+    later = [*prompts, [*shared, 9], [*shared[:100], 11]]
+    with lanes_are(overlaps, llm):
+        assert llm.reset_prefix_cache()
+        expected = [list(each.token_ids) for each in _ask(llm, later, temperature=0.0)]
+        counting = _Failing(fleet, 10**9)
+        runner.attach_ducks(counting)
+        assert llm.reset_prefix_cache()
+        _ask(llm, prompts, temperature=0.0)
+        num_calls = counting.num_calls
+        # In prefill, in a draft behind it, and in decode.
+        for at in (0, 1, 3, 5, 7, 8, num_calls // 2, num_calls // 2 + 1, num_calls - 1):
+            assert llm.reset_prefix_cache()
+            runner.attach_ducks(_Failing(fleet, at))
+            failed = _ask(llm, prompts, temperature=0.0)
+            assert "error" in {each.finish_reason for each in failed}
+            for each, tokens in zip(failed, expected, strict=False):
+                # What was told before is right.
+                assert list(each.token_ids) == tokens[: len(each.token_ids)]
+                if each.finish_reason == "error":
+                    assert "duck a:1 has been lost" in each.stop_reason
+            runner.attach_ducks(fleet)
+            got = [list(each.token_ids) for each in _ask(llm, later, temperature=0.0)]
+            assert got == expected, at
+    runner.attach_ducks(fleet)

@@ -181,6 +181,11 @@ class DuckModelRunner(CPUModelRunner):
         ]
         return DraftTokenIds(drafts.req_ids, token_ids)
 
+    def drop_drafts(self) -> None:
+        """The step has failed: what an earlier one drafted is not to be taken again."""
+        self._draft_token_ids = None
+        self._draft_token_req_ids = None
+
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Always: the layer runs over confirmed rows, whose slots exist.
 
