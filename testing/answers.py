@@ -34,7 +34,7 @@ class Said:
     prompt_logprobs: list | None
 
 
-def start(model_dir: Path, *, speculates: bool, **options: Any):
+def start(model_dir: Path, *, speculates: bool, num_drafts: int = 1, **options: Any):
     """An engine that ends with the fixture `engines`, which it needs.
 
     Which way is quicker depends on the machine. This one always drafts, and always runs
@@ -42,10 +42,10 @@ def start(model_dir: Path, *, speculates: bool, **options: Any):
     """
     assert will_be_closed(), "whoever starts an engine asks for the fixture `engines`"
     if speculates:
-        options["speculative_config"] = dict(MTP1)
-    llm = start_engine(
-        model_dir, duck={"draft_gate": False}, disable_log_stats=False, **options
-    )
+        several = {"method": "duck_mtp", "num_speculative_tokens": num_drafts}
+        options["speculative_config"] = dict(MTP1) if num_drafts == 1 else several
+    options.setdefault("disable_log_stats", False)
+    llm = start_engine(model_dir, duck={"draft_gate": False}, **options)
     runner_of(llm).lanes.policy = LanePolicy(True, times=None)
     return llm
 

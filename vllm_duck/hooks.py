@@ -146,12 +146,12 @@ def _start_off_the_cwd(
 
 def _name_the_method(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_cli_args(parser: Any) -> Any:
-        from vllm_duck.spec_decode.method import METHOD
+        from vllm_duck.spec_decode.method import METHODS
 
         parser = original(parser)
         for action in parser._actions:
             if "--spec-method" in action.option_strings:
-                action.choices = [*(action.choices or ()), METHOD]
+                action.choices = [*(action.choices or ()), *METHODS]
         return parser
 
     return add_cli_args

@@ -68,7 +68,7 @@ def duck_config(args: EngineArgs, environ: Mapping[str, str]) -> DuckConfig | No
     """The user's settings, or None when duck is off.
 
     Duck is on when `additional_config` has a `duck` block, when the speculative method
-    is duck_mtp1, or when VLLM_DUCK_ENDPOINTS names ducks.
+    is duck_mtp or duck_mtp1, or when VLLM_DUCK_ENDPOINTS names ducks.
 
     Raises:
         DuckConfigError: a setting is wrong.
@@ -199,7 +199,7 @@ def _check_surroundings(
 def _check_checkpoint(checkpoint: Checkpoint, *, needs_mtp: bool) -> None:
     if needs_mtp and checkpoint.config.get("num_nextn_predict_layers", 0) < 1:
         raise DuckConfigError(
-            f"{method.METHOD} and mtp_shadow need the checkpoint's MTP layer, and "
+            f"{method.METHODS[0]} and mtp_shadow need the checkpoint's MTP layer, and "
             f"{checkpoint.model_dir} has none (num_nextn_predict_layers); drop them"
         )
     # Raises where no duck could read the experts.

@@ -22,7 +22,7 @@ from testing.answers import (
 pytestmark = pytest.mark.vllm
 
 MAX_MODEL_LEN = 64
-NUM_SCHEDULES = 500
+NUM_SCHEDULES = 250
 MAX_TOKENS = 7
 BLOCK_SIZE = 16
 # Two caches in each of the five layers.
@@ -42,8 +42,16 @@ def plain(engines, tiny_model):
 
 
 @pytest.fixture(scope="module")
-def speculating(tiny_model, plain):
-    return start(tiny_model, speculates=True, **LIMITS)
+def drafting_engines(tiny_model, plain):
+    return {
+        count: start(tiny_model, speculates=True, num_drafts=count, **LIMITS)
+        for count in (1, 4)
+    }
+
+
+@pytest.fixture(params=[1, 4], ids=lambda count: f"{count} drafts")
+def speculating(request, drafting_engines):
+    return drafting_engines[request.param]
 
 
 @pytest.mark.parametrize("length", [60, 61, 62, 63])
@@ -67,7 +75,7 @@ SAMPLINGS = (
 )
 
 
-def test_500_random_schedules_give_the_tokens_of_plain_decoding(
+def test_random_schedules_give_the_tokens_of_plain_decoding(
     plain, speculating, tiny_model
 ):
     rng = random.Random(9)
@@ -83,7 +91,7 @@ def test_500_random_schedules_give_the_tokens_of_plain_decoding(
             finished += _run(speculating, jobs, rng, f"{at}")
     config.long_prefill_token_threshold = 0
     assert finished > NUM_SCHEDULES
-    assert len(preempted) > 20
+    assert len(preempted) > 10
     assert len(runner_of(speculating).drafts) <= LIMITS["max_num_seqs"]
 
 

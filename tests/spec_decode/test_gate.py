@@ -19,7 +19,7 @@ def run(gate, num_steps, *, acceptance, with_s, without_s=1.0):
         allowed = dict(zip(req_ids, gate.allowed(req_ids), strict=True))
         for req_id, is_allowed in allowed.items():
             if is_allowed:
-                gate.observe_draft(req_id, bool(acceptance[req_id]))
+                gate.observe_drafts(req_id, bool(acceptance[req_id]))
         num_drafts = sum(allowed.values())
         share = num_drafts / len(req_ids)
         seconds = share * with_s + (1 - share) * without_s
@@ -82,7 +82,7 @@ def test_a_grammar_that_refuses_some_drafts_does_not_keep_it_undecided():
     gate = DraftGate()
     for _ in range(100):
         allowed = gate.allowed(["a", "b"])
-        gate.observe_draft("a", True)
+        gate.observe_drafts("a", True)
         # The second request's draft never gets a row.
         gate.observe_step(2, int(allowed[0]), 10.0 if allowed[0] else 1.0)
     assert gate.allowed(["a", "b"]) == [False, False]
@@ -133,7 +133,7 @@ def test_luck_with_a_few_drafts_does_not_stop_what_pays():
         allowed = gate.allowed(req_ids)
         for req_id, is_allowed in zip(req_ids, allowed, strict=True):
             if is_allowed:
-                gate.observe_draft(req_id, rng.random() < 0.85)
+                gate.observe_drafts(req_id, rng.random() < 0.85)
         seconds = 1 + 0.8 * sum(allowed) / len(req_ids)
         gate.observe_step(len(req_ids), sum(allowed), seconds)
         num_drafts += sum(allowed)

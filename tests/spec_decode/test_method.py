@@ -33,11 +33,27 @@ def vllm_settings(*args, is_shadow=False, **short_forms):
         make_args(spec_method="duck_mtp1"),
         make_args(spec_method="duck_mtp1", spec_tokens=1),
         make_args({"num_speculative_tokens": 1}, spec_method="duck_mtp1"),
+        make_args({"method": "duck_mtp"}),
+        make_args(spec_method="duck_mtp", spec_tokens=1),
     ],
 )
 def test_every_form_sets_all_that_the_method_needs(args):
     assert method.is_asked_for(args)
     assert method.vllm_settings(args, is_shadow=False) == FOR_VLLM
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 7])
+def test_duck_mtp_takes_the_number_of_drafts(num_drafts):
+    settings = {"method": "duck_mtp", "num_speculative_tokens": num_drafts}
+    expected = {**FOR_VLLM, "num_speculative_tokens": num_drafts}
+    assert vllm_settings(settings) == expected
+
+
+@pytest.mark.parametrize("num_drafts", [0, 8, 2.0, "3", True, None])
+def test_other_numbers_of_drafts_are_refused(num_drafts):
+    settings = {"method": "duck_mtp", "num_speculative_tokens": num_drafts}
+    with pytest.raises(DuckConfigError, match="to be 1 to 7, got "):
+        vllm_settings(settings)
 
 
 def test_shadow_mode_needs_the_same_without_the_method():
@@ -87,5 +103,7 @@ def test_short_forms_contradict_as_the_long_ones_do(short_forms, message):
     "args", [make_args({"method": "ngram"}), make_args(spec_tokens=1)]
 )
 def test_another_method_is_refused(args):
-    with pytest.raises(DuckConfigError, match="to name the method duck_mtp1, got {"):
+    with pytest.raises(
+        DuckConfigError, match="to name the method duck_mtp or duck_mtp1, got {"
+    ):
         method.vllm_settings(args, is_shadow=False)

@@ -73,12 +73,13 @@ class MtpDraftModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """input_ids [T] of the next token, positions [T], hidden_states [T, H] normed.
 
-        Returns the layer's output [T, H] twice: for the head, and for a next draft.
+        Returns hidden states [T, H], normed, twice: for the head, and for a next draft.
         """
         if inputs_embeds is None:
             inputs_embeds = self.embed_input_ids(input_ids)
         batch = self.caches.current_batch()
-        hidden = self._run(inputs_embeds, positions, hidden_states, batch)
+        output = self._run(inputs_embeds, positions, hidden_states, batch)
+        hidden = self.head_norm(output)
         return hidden, hidden
 
     def draft(
@@ -87,14 +88,17 @@ class MtpDraftModel(nn.Module):
         positions: Tensor,
         hidden_states: Tensor,
         batch: AttentionBatch,
-        wanted: Tensor,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Append all rows to the caches; returns the output [W, H] of the wanted ones.
+        """Append all rows to the caches; returns the hidden states [W, H], normed.
 
-        The others' output would go nowhere: so their experts are not asked for.
+        Of the wanted rows, or of all: the others' output would go nowhere, so their
+        experts are not asked for. As the target's hidden states are, so are these what
+        the logits and a row behind are computed from.
         """
         embeds = self.embed_input_ids(input_ids)
-        return self._run(embeds, positions, hidden_states, batch, wanted)
+        output = self._run(embeds, positions, hidden_states, batch, wanted)
+        return self.head_norm(output)
 
     def _run(
         self,
@@ -117,8 +121,9 @@ class MtpDraftModel(nn.Module):
         return backend.leave(pending.wait().rows)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [W, H], normed -> [W, V] fp32."""
         assert self.lm_head is not None
-        return self.lm_head.logits(self.head_norm(hidden_states))
+        return self.lm_head.logits(hidden_states)
 
     def share_embedding(self, embed_tokens: Embedding) -> None:
         """Take the target's embedding, unless the layer's own differs."""

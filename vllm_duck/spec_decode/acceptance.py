@@ -14,7 +14,7 @@ Rejected for seeded requests: u * q(d) <= p(d) with the request's generator. The
 would give another text than without speculation, and another one after a preemption.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -25,6 +25,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_duck.spec_decode.distributions import accepts, residual
 from vllm_duck.spec_decode.drafts import NO_TOKEN, Draft
+from vllm_duck.spec_decode.outputs import appended
 from vllm_duck.spec_decode.plain_sampler import PlainSampler, SampledRow
 
 
@@ -72,7 +73,7 @@ class DuckRejectionSampler:
         taken: list[Tensor] = []
         logprobs: list[LogprobsTensors] = []
         active = list(range(len(batch.scheduled)))
-        with _appended(batch.output_token_ids) as append:
+        with appended(batch.output_token_ids) as append:
             for depth in range(int(num_rows.max())):
                 rows = first_rows + num_rows.sub(1).clamp(max=depth)
                 row = self._row(logits[rows], metadata, active, depth)
@@ -152,28 +153,6 @@ def _interleave(logprobs: list[LogprobsTensors]) -> LogprobsTensors | None:
             for field in zip(*(values[:3] for values in logprobs), strict=True)
         )
     )
-
-
-@contextmanager
-def _appended(
-    outputs: Sequence[list[int]],
-) -> Iterator[Callable[[int, int], None]]:
-    """Append tokens to requests' outputs for a while.
-
-    In place: penalties, bad words and logits processors hold these very lists.
-    """
-    num_appended = [0] * len(outputs)
-
-    def append(req_idx: int, token_id: int) -> None:
-        outputs[req_idx].append(token_id)
-        num_appended[req_idx] += 1
-
-    try:
-        yield append
-    finally:
-        for output, count in zip(outputs, num_appended, strict=True):
-            if count:
-                del output[-count:]
 
 
 @contextmanager

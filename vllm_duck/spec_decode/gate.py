@@ -1,9 +1,9 @@
 """Where drafting does not pay, it stops.
 
 A step with drafts takes longer than one without: more rows for the host, more experts
-for the ducks. It pays for a request if the tokens that its drafts bring, 1 + acceptance
-a step, are more than the time is longer. Time is measured for each number of requests,
-acceptance for each request.
+for the ducks. It pays for a request if the tokens that it takes in such a step, 1 and
+those of its drafts that are accepted, are more than the time is longer. Time is
+measured for each number of requests, accepted drafts for each request.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from vllm_duck.spec_decode.ab_trial import ABTrial
 from vllm_duck.spec_decode.drafts import NO_TOKEN
 
-# How fast a request's acceptance follows its latest drafts.
+# How fast what a request may expect follows its latest drafts.
 _WEIGHT = 1 / 16
 # The same of all requests together.
 _TYPICAL_WEIGHT = 1 / 32
-# So much may drafting seem to lose before it stops: the acceptance of a few drafts is
+# So much may drafting seem to lose before it stops: what a few drafts bring is
 # uncertain by 0.06, and where single requests of a batch stop nothing is won.
 _DOUBT = 1.04
 # A request that stopped drafting tries again after so many tokens, for so many drafts.
@@ -26,19 +26,21 @@ NUM_RETRIES = 8
 
 @dataclass
 class _Request:
-    acceptance: float
+    # Of the drafts of a step.
+    num_accepted: float
     num_tokens_without: int = 0
     num_retries_left: int = 0
 
 
 class DraftGate:
-    """Decides whether a request's next draft is put before the target."""
+    """Decides whether a request's next drafts are put before the target."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_drafts: int = 1) -> None:
+        """num_drafts: that a request has in a step."""
         self._times = ABTrial()
         self._requests: dict[str, _Request] = {}
         # What a new request may expect: of the latest drafts of all. The first hopes.
-        self._typical = 1.0
+        self._typical = float(num_drafts)
 
     def allowed(self, req_ids: Sequence[str]) -> list[bool]:
         """For the requests of the next step, whether each drafts; asked once a step."""
@@ -48,19 +50,20 @@ class DraftGate:
             return [trial] * num_reqs
         return [self._pays(req_id, num_reqs) for req_id in req_ids]
 
-    def observe_step(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
-        """A step of decoding took so long.
+    def observe_step(self, num_reqs: int, num_drafting: int, seconds: float) -> None:
+        """A step of decoding took so long, in which so many requests had drafts.
 
         One in which few requests drafted teaches nothing. A grammar may refuse the
         drafts of some: if most drafted, it counts as a step with drafts.
         """
-        if num_drafts == 0 or 2 * num_drafts >= num_reqs:
-            self._times.observe(num_reqs, is_first=num_drafts > 0, seconds=seconds)
+        if num_drafting == 0 or 2 * num_drafting >= num_reqs:
+            self._times.observe(num_reqs, is_first=num_drafting > 0, seconds=seconds)
 
-    def observe_draft(self, req_id: str, is_accepted: bool) -> None:
+    def observe_drafts(self, req_id: str, num_accepted: int) -> None:
+        """So many of a request's drafts in one step were accepted."""
         request = self._request(req_id)
-        request.acceptance += _WEIGHT * (is_accepted - request.acceptance)
-        self._typical += _TYPICAL_WEIGHT * (is_accepted - self._typical)
+        request.num_accepted += _WEIGHT * (num_accepted - request.num_accepted)
+        self._typical += _TYPICAL_WEIGHT * (num_accepted - self._typical)
 
     def observe_verified(
         self, req_id: str, scheduled: Sequence[int], num_taken: int
@@ -70,16 +73,15 @@ class DraftGate:
         vLLM fills rows up with NO_TOKEN, for example where a prompt of one token joins
         requests that draft: nobody drafted that.
         """
-        for depth, token_id in enumerate(scheduled):
-            if token_id != NO_TOKEN:
-                self.observe_draft(req_id, num_taken > 1 + depth)
+        if scheduled and NO_TOKEN not in scheduled:
+            self.observe_drafts(req_id, num_taken - 1)
 
     def forget(self, req_id: str) -> None:
         self._requests.pop(req_id, None)
 
     def _pays(self, req_id: str, num_reqs: int) -> bool:
         request = self._request(req_id)
-        worth = _DOUBT * (1 + request.acceptance)
+        worth = _DOUBT * (1 + request.num_accepted)
         if self._times.is_first_better(num_reqs, worth=worth):
             request.num_tokens_without = 0
             return True

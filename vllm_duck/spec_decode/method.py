@@ -1,18 +1,18 @@
-"""The method `duck_mtp1`: what a user writes, and what vLLM is told instead.
+"""The method `duck_mtp`: what a user writes, and what vLLM is told instead.
 
 vLLM knows the method as its own "mtp", with drafts sampled from their distribution and
-the rejected rows cut out of the draft batch.
+the rejected rows cut out of the draft batch. `duck_mtp1` is `duck_mtp` with one draft.
 """
 
 from typing import Any
 
 from vllm_duck.errors import DuckConfigError
 
-METHOD = "duck_mtp1"
-NUM_DRAFTS = 1
+METHODS = ("duck_mtp", "duck_mtp1")
+MAX_DRAFTS = 7
 
+_NUM_DRAFTS = "num_speculative_tokens"
 _SETTINGS: dict[str, Any] = {
-    "num_speculative_tokens": NUM_DRAFTS,
     "disable_padded_drafter_batch": True,
     "draft_sample_method": "probabilistic",
 }
@@ -20,14 +20,14 @@ _SETTINGS: dict[str, Any] = {
 _SHORT_FORMS = (
     ("--spec-method", "spec_method", "method"),
     ("--spec-model", "spec_model", "model"),
-    ("--spec-tokens", "spec_tokens", "num_speculative_tokens"),
+    ("--spec-tokens", "spec_tokens", _NUM_DRAFTS),
 )
 
 
 def is_asked_for(args: Any) -> bool:
-    """Whether EngineArgs ask for duck_mtp1."""
+    """Whether EngineArgs ask for duck_mtp or duck_mtp1."""
     named = (args.speculative_config or {}).get("method")
-    return METHOD in (args.spec_method, named)
+    return args.spec_method in METHODS or named in METHODS
 
 
 def vllm_settings(args: Any, *, is_shadow: bool) -> dict[str, Any] | None:
@@ -44,7 +44,8 @@ def vllm_settings(args: Any, *, is_shadow: bool) -> dict[str, Any] | None:
         _check(settings, is_shadow=is_shadow)
     elif not is_shadow:
         return None
-    return {"method": "mtp", **_SETTINGS}
+    num_drafts = settings.get(_NUM_DRAFTS, 1)
+    return {"method": "mtp", _NUM_DRAFTS: num_drafts, **_SETTINGS}
 
 
 def _given(args: Any) -> dict[str, Any]:
@@ -67,26 +68,38 @@ def _given(args: Any) -> dict[str, Any]:
 
 
 def _check(settings: dict[str, Any], *, is_shadow: bool) -> None:
-    if settings.get("method") != METHOD:
+    method = settings.get("method")
+    if method not in METHODS:
         raise DuckConfigError(
             f"duck needs --speculative-config to be absent or to name the method "
-            f"{METHOD}, got {settings!r}"
+            f"{' or '.join(METHODS)}, got {settings!r}"
         )
     if is_shadow:
         raise DuckConfigError(
-            f"duck.mtp_shadow decodes plainly, got it beside {METHOD}, which drafts; "
+            f"duck.mtp_shadow decodes plainly, got it beside {method}, which drafts; "
             "drop mtp_shadow or --speculative-config"
         )
     for name, value in settings.items():
-        if name == "method":
-            continue
-        if name not in _SETTINGS:
+        if name == _NUM_DRAFTS:
+            _check_num_drafts(method, value)
+        elif name != "method" and name not in _SETTINGS:
             raise DuckConfigError(
-                f"{METHOD} drafts with the checkpoint's own MTP layer and takes no "
+                f"{method} drafts with the checkpoint's own MTP layer and takes no "
                 f"{name}, got {value!r}; drop it from --speculative-config"
             )
-        if value != _SETTINGS[name]:
+        elif name != "method" and value != _SETTINGS[name]:
             raise DuckConfigError(
-                f"{METHOD} needs {name} to be {_SETTINGS[name]!r}, got {value!r}; "
+                f"{method} needs {name} to be {_SETTINGS[name]!r}, got {value!r}; "
                 f"drop it from --speculative-config"
             )
+
+
+def _check_num_drafts(method: str, value: Any) -> None:
+    if method == "duck_mtp1" and value != 1:
+        raise DuckConfigError(
+            f"duck_mtp1 needs {_NUM_DRAFTS} to be 1, got {value!r}; duck_mtp takes more"
+        )
+    if type(value) is not int or not 1 <= value <= MAX_DRAFTS:
+        raise DuckConfigError(
+            f"duck_mtp needs {_NUM_DRAFTS} to be 1 to {MAX_DRAFTS}, got {value!r}"
+        )

@@ -44,7 +44,8 @@ class StepClock:
     """What the scheduler asked of the current step, and when."""
 
     num_reqs: int = 0
-    num_drafts: int = 0
+    # Those with drafts.
+    num_drafting: int = 0
     # Whether no request is in its prompt, and every row has a token: what a step with
     # vLLM's padding takes says nothing about drafts.
     is_decoding: bool = False
@@ -59,7 +60,7 @@ class StepClock:
         is_padded = any(NO_TOKEN in tokens for tokens in drafts.values())
         return cls(
             num_reqs,
-            num_drafts,
+            sum(map(bool, drafts.values())),
             num_rows == num_reqs + num_drafts and not is_padded,
             time.perf_counter(),
         )
@@ -89,7 +90,7 @@ class DuckModelRunner(CPUModelRunner):
         if config.mtp_shadow:
             self.shadow = Shadow()
         elif config.draft_gate:
-            self.gate = DraftGate()
+            self.gate = DraftGate(self.num_spec_tokens)
         self._take_budgets_token_by_token()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +115,7 @@ class DuckModelRunner(CPUModelRunner):
             output = super().sample_tokens(grammar_output)
         if self.gate is not None and self._step.is_decoding:
             self.gate.observe_step(
-                self._step.num_reqs, self._step.num_drafts, self._step.elapsed_s()
+                self._step.num_reqs, self._step.num_drafting, self._step.elapsed_s()
             )
         return output
 
@@ -164,7 +165,7 @@ class DuckModelRunner(CPUModelRunner):
         )
         if self.shadow is not None:
             return self._draft_in_shadow(self.shadow, rows, sampling_metadata)
-        drafted = self.drafter.draft(rows, sampling_metadata)
+        drafted = self._draft(rows, sampling_metadata)
         self._keep_drafts(drafted)
         return drafted.token_ids
 
@@ -172,11 +173,13 @@ class DuckModelRunner(CPUModelRunner):
         if self.shadow:
             return None
         drafts = super().take_draft_token_ids()
-        if drafts is None or self.gate is None:
-            return drafts
-        may_draft = self.gate.allowed(drafts.req_ids)
+        if drafts is None:
+            return None
+        may_draft = [True] * len(drafts.req_ids)
+        if self.gate is not None:
+            may_draft = self.gate.allowed(drafts.req_ids)
         token_ids = [
-            tokens if may else []
+            [token for token in tokens if token != NO_TOKEN] if may else []
             for tokens, may in zip(drafts.draft_token_ids, may_draft, strict=True)
         ]
         return DraftTokenIds(drafts.req_ids, token_ids)
@@ -235,12 +238,27 @@ class DuckModelRunner(CPUModelRunner):
             block_size=self.cache_config.block_size,
         )
 
+    def _draft(self, rows: ConfirmedRows, sampling_metadata: Any) -> Drafted:
+        batch = self.input_batch
+        num_blocks = batch.block_table[0].num_blocks_per_row
+        # A request in the middle of its prompt has no use for more than one.
+        room = [0] * batch.num_reqs
+        for i, _ in self._sampling_reqs():
+            num_slots = int(num_blocks[i]) * self.cache_config.block_size
+            room[i] = min(self.max_model_len, num_slots)
+        return self.drafter.draft(
+            rows,
+            sampling_metadata,
+            room=room,
+            output_token_ids=batch.req_output_token_ids,
+        )
+
     def _draft_in_shadow(
         self, shadow: Shadow, rows: ConfirmedRows, sampling_metadata: Any
     ) -> Tensor:
         """Draft, and leave no trace in the random numbers of what follows."""
         with torch.random.fork_rng(devices=[]):
-            drafted = self.drafter.draft(rows, sampling_metadata)
+            drafted = self._draft(rows, sampling_metadata)
         for i, req_id in self._sampling_reqs():
             shadow.remember(req_id, drafted.rows[0], i)
         return drafted.token_ids
@@ -266,8 +284,10 @@ class DuckModelRunner(CPUModelRunner):
         req_indices = [i for i, _ in kept]
         probs = torch.stack([row.probs(req_indices) for row in drafted.rows], 1)
         tokens = drafted.token_ids[req_indices].tolist()
-        for row, (_, req_id) in enumerate(kept):
-            self.drafts.put(req_id, Draft(tuple(tokens[row]), probs[row]))
+        for row, (i, req_id) in enumerate(kept):
+            count = drafted.num_drafts[i]
+            draft = Draft(tuple(tokens[row][:count]), probs[row, :count])
+            self.drafts.put(req_id, draft)
 
     def _sampling_reqs(self) -> list[tuple[int, str]]:
         """Requests that take a token in this step, by index; others are in a prompt."""

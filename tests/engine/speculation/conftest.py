@@ -33,13 +33,22 @@ def speculating(tiny_model, plain):
     return start(tiny_model, speculates=True, **PARSER)
 
 
+@pytest.fixture(scope="package")
+def drafting_more(tiny_model, plain):
+    # Without statistics: vLLM's are one set for each process.
+    return start(
+        tiny_model, speculates=True, num_drafts=3, disable_log_stats=True, **PARSER
+    )
+
+
 @pytest.fixture
-def same(plain, speculating, prompts):
-    """Ask both; returns the answers once they are equal."""
+def same(plain, speculating, drafting_more, prompts):
+    """Ask all; returns the answers once they are equal."""
 
     def check(asked=prompts, **sampling):
         expected = ask(plain, asked, **sampling)
         assert ask(speculating, asked, **sampling) == expected
+        assert ask(drafting_more, asked, **sampling) == expected
         return expected
 
     return check

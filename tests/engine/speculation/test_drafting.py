@@ -141,7 +141,7 @@ def test_a_prompt_of_one_token_is_padded_and_teaches_the_gate_nothing(
     monkeypatch.setattr(runner, "gate", gate)
     monkeypatch.setattr(runner, "execute_model", execute_model)
     monkeypatch.setattr(gate, "allowed", lambda ids: [True] * len(ids))
-    monkeypatch.setattr(gate, "observe_draft", lambda *seen: observed.append(seen))
+    monkeypatch.setattr(gate, "observe_drafts", lambda *seen: observed.append(seen))
     engine, answers = speculating.llm_engine, {}
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     engine.add_request("long", {"prompt_token_ids": prompts[0]}, params)
