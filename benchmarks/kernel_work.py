@@ -137,8 +137,8 @@ def random_expert(columns: int, hidden: int) -> tuple[np.ndarray, ...]:
 
 
 def load_layer(size: Size, hidden: int = HIDDEN) -> LayerWeights:
-    layer = LayerWeights.allocate(
-        shard_num_experts=size.num_experts,
+    layer = LayerWeights(
+        num_experts=size.num_experts,
         hidden_size=hidden,
         num_columns=size.columns,
         column_offset=0,

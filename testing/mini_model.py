@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from testing.bf16 import f32_to_bf16
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
     DuckInfo,
@@ -13,7 +14,7 @@ from vllm_duck.executor.duck import (
     MoeRequest,
     Shard,
 )
-from vllm_duck.executor.wire.bf16 import bf16_to_f32, f32_to_bf16
+from vllm_duck.executor.wire.bf16 import bf16_to_f32
 
 HIDDEN_SIZE = 32
 NUM_COLUMNS = 160

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from testing.bf16 import f32_to_bf16
 from vllm_duck.executor.compute.kernel import (
     BLOCK,
     GROUP_SIZES,
     LayerWeights,
     num_groups,
 )
-from vllm_duck.executor.wire.bf16 import bf16_to_f32, f32_to_bf16
+from vllm_duck.executor.wire.bf16 import bf16_to_f32
 
 TILE_K = 32
 # The rounding error of fp32 (24 significant bits) and of bf16 (8), relative.
@@ -127,8 +128,8 @@ def make_shard(
     n_routed_experts=0,
     **expert_kwargs,
 ) -> Shard:
-    weights = LayerWeights.allocate(
-        shard_num_experts=experts,
+    weights = LayerWeights(
+        num_experts=experts,
         hidden_size=hidden,
         num_columns=columns,
         column_offset=offset,

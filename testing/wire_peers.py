@@ -10,8 +10,10 @@ import pytest
 from testing.mini_model import make_info
 from testing.waiting import WAIT_S, wait_until
 from vllm_duck.errors import DuckTimeout
+from vllm_duck.executor.duck import MoeReply
 from vllm_duck.executor.grpcio.client import GrpcDuck
 from vllm_duck.executor.grpcio.fan_out import PythonFanOut
+from vllm_duck.executor.grpcio.fan_out import _PendingSum as PythonPendingSum
 from vllm_duck.executor.grpcio.server import DuckServer
 from vllm_duck.executor.wire import codec
 from vllm_duck.executor.wire.bf16 import bf16_to_f32
@@ -19,10 +21,30 @@ from vllm_duck.executor.wire.identity import identity_of
 from vllm_duck.executor.wire.limits import FORWARD_METHOD, MAX_MESSAGE_BYTES
 from vllm_duck.executor.wire.recovery import StepLimit
 from vllm_duck.executor.wire.security import ClientSecurity
-from vllm_duck.executor.wire.transport import has_native_stream
+from vllm_duck.executor.wire.transport import choose_transport
+
+
+def is_native_built():
+    return choose_transport("auto", has_tls=False).is_native
+
+
+def replies_of(pending):
+    """Wait for the partial sum of each duck, in duck order, instead of the total."""
+    if isinstance(pending, PythonPendingSum):
+        pending.wait()
+        return pending._replies
+    from vllm_duck.executor import _stream
+
+    pending._fan_out.await_replies(pending._ticket, None)
+    dtype = codec.NUMPY_DTYPE[pending._fan_out._reply_dtype]
+    return [
+        MoeReply(np.frombuffer(partial, dtype).reshape(pending._shape), *times_us)
+        for partial, *times_us in _stream.ticket_replies(pending._ticket)
+    ]
+
 
 needs_native = pytest.mark.skipif(
-    not has_native_stream(), reason="this build is without the native stream"
+    not is_native_built(), reason="this build is without the native stream"
 )
 NATIVE = pytest.param("native", marks=needs_native)
 SERVERS = [NATIVE, "grpcio"]

@@ -12,10 +12,10 @@ import numpy as np
 from benchmarks.acceptance import make_prompts
 from benchmarks.common import MODEL_DIR
 from testing.engines import start_engine
+from testing.in_process import InProcessDuck
 from vllm_duck.executor.compute.kernel import MoeKernel
 from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.fleet import Fleet
-from vllm_duck.executor.in_process import InProcessDuck
 from vllm_duck.executor.serve.local import LocalDucks
 from vllm_duck.executor.serve.shard_moe import ShardMoe
 from vllm_duck.executor.weights.checkpoint import Checkpoint

@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 
+from testing.bf16 import f32_to_bf16
+from testing.in_process import InProcessDuck
 from testing.mini_model import make_info, make_request, make_summary
 from testing.waiting import WAIT_S
+from testing.wire_peers import replies_of
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
 from vllm_duck.executor import fleet as fleet_module
 from vllm_duck.executor.duck import MoeReply, Shard
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.grpcio.server import DuckServer
-from vllm_duck.executor.in_process import InProcessDuck
-from vllm_duck.executor.wire.bf16 import bf16_to_f32, f32_to_bf16
+from vllm_duck.executor.wire.bf16 import bf16_to_f32
 
 HALVES = (Shard(0, 80, 0, 4), Shard(80, 160, 0, 4))
 
@@ -93,7 +95,7 @@ def test_remote_and_in_process_ducks_mix(two_servers):
 
 def test_replies_are_in_duck_order():
     fleet = Fleet(_ducks(make_info(), make_info(), values=[1.0, 2.0]))
-    replies = fleet.send(make_request()).replies()
+    replies = replies_of(fleet.send(make_request()))
     assert [reply.partial[0, 0] for reply in replies] == [1.0, 2.0]
 
 

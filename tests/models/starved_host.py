@@ -6,8 +6,8 @@ Run by test_out_of_memory.py under the library of testing/failing_memory.py.
 import torch
 
 from testing.failing_memory import MAIN_THREAD, OTHER_THREADS, failing, num_failures
+from testing.host_threads import using
 from vllm_duck.models.cpu.linear import Linear
-from vllm_duck.models.cpu.threads import using
 from vllm_duck.models.packing import finish_loading
 
 # Wide, so that each thread's copy of a few rows is an allocation of its own.

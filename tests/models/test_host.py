@@ -8,6 +8,7 @@ import torch
 
 from testing import torch_host
 from testing.attention_pair import TOPK, make_config, make_pair
+from testing.host_threads import isa, using
 from testing.paged_world import BLOCK_SIZE, make_batch, run_attention
 from testing.torch_host import numpy_bits
 from vllm_duck.errors import DuckConfigError, DuckShapeError
@@ -15,7 +16,7 @@ from vllm_duck.executor.system import cpus
 from vllm_duck.models.cpu import _host, threads
 from vllm_duck.models.cpu.linear import Linear, Mlp, Norm
 from vllm_duck.models.cpu.moe import Router
-from vllm_duck.models.cpu.threads import configure, current, isa, using
+from vllm_duck.models.cpu.threads import configure, current
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope

@@ -5,13 +5,14 @@ import pytest
 import torch
 
 from testing.attention_pair import make_config, make_pair
+from testing.host_threads import using
 from testing.paged_world import BLOCK_SIZE, PagedWorld, make_batch, run_attention
 from testing.torch_host import numpy_bits
 from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.attention import SparseAttention
 from vllm_duck.models.cpu.linear import Linear
 from vllm_duck.models.cpu.moe import Router
-from vllm_duck.models.cpu.threads import current, using
+from vllm_duck.models.cpu.threads import current
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope

@@ -77,7 +77,6 @@ class Dimensions:
     norm_topk_prob: bool
     routed_scaling_factor: float
     rms_norm_eps: float
-    max_position_embeddings: int
     rope: RopeSettings
 
     @classmethod

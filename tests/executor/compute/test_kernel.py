@@ -114,8 +114,8 @@ def _load_bundled_layer(model: Path) -> Shard:
     """The second half of the columns of the first MoE layer's first four experts."""
     checkpoint = Checkpoint(model)
     lo, hi = checkpoint.moe_intermediate_size // 2, checkpoint.moe_intermediate_size
-    weights = LayerWeights.allocate(
-        shard_num_experts=4,
+    weights = LayerWeights(
+        num_experts=4,
         hidden_size=checkpoint.hidden_size,
         num_columns=hi - lo,
         column_offset=lo % 128,
@@ -265,8 +265,8 @@ def test_every_e4m3_code_is_decoded_exactly(kernel, position, num_rows):
     down[: len(codes), position] = codes
     one = np.ones((1, 2), np.float32)
     expert = {"gate": gate, "up": gate, "down": down, "gate_scale": one}
-    weights = LayerWeights.allocate(
-        shard_num_experts=1,
+    weights = LayerWeights(
+        num_experts=1,
         hidden_size=hidden,
         num_columns=columns,
         column_offset=0,

@@ -43,13 +43,13 @@ def make_call(shard, **changes):
 
 def make_layer(**changes) -> LayerWeights:
     sizes = {
-        "shard_num_experts": 1,
+        "num_experts": 1,
         "hidden_size": 64,
         "num_columns": 32,
         "column_offset": 0,
         "weight_format": "e4m3-block128",
     }
-    return LayerWeights.allocate(**(sizes | changes))
+    return LayerWeights(**(sizes | changes))
 
 
 # --- ids ----------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_a_read_only_output_is_an_error(kernel, shard):
         ({"num_columns": -16}, "num_columns must be a positive"),
         ({"column_offset": 8}, "column_offset must be a multiple of 16"),
         ({"column_offset": 128}, "column_offset must be a multiple of 16"),
-        ({"shard_num_experts": 0}, "num_experts must be in"),
+        ({"num_experts": 0}, "num_experts must be in"),
         ({"weight_format": "int4"}, "weight_format must be one of"),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_scale_that_is_not_usable_is_an_error_that_names_it(name, value):
 
 
 def test_check_names_the_first_expert_that_was_never_loaded():
-    layer = make_layer(shard_num_experts=3)
+    layer = make_layer(num_experts=3)
     expert = make_expert(np.random.default_rng(8), hidden=64, columns=32, offset=0)
     layer.load_expert(0, **vars(expert))
     layer.load_expert(2, **vars(expert))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from testing.bf16 import f32_to_bf16
 from testing.moe_reference import (
     Shard,
     assert_same_bits,
@@ -14,7 +15,7 @@ from testing.moe_reference import (
 )
 from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.compute.kernel import WEIGHT_FORMATS, LayerWeights
-from vllm_duck.executor.wire.bf16 import bf16_to_f32, f32_to_bf16
+from vllm_duck.executor.wire.bf16 import bf16_to_f32
 
 FORMATS = WEIGHT_FORMATS
 
@@ -53,8 +54,8 @@ def test_column_slices_add_up_to_the_whole_expert(kernel):
 
 
 def _slice(whole: Shard, lo: int, hi: int) -> Shard:
-    weights = LayerWeights.allocate(
-        shard_num_experts=len(whole.experts),
+    weights = LayerWeights(
+        num_experts=len(whole.experts),
         hidden_size=whole.weights.hidden_size,
         num_columns=hi - lo,
         column_offset=lo % 128,
@@ -76,8 +77,8 @@ def _slice(whole: Shard, lo: int, hi: int) -> Shard:
 
 def test_a_packed_slice_takes_at_most_three_percent_more_than_the_checkpoint():
     for columns, offset in ((64, 64), (48, 16), (2048, 0), (16, 112)):
-        weights = LayerWeights.allocate(
-            shard_num_experts=2,
+        weights = LayerWeights(
+            num_experts=2,
             hidden_size=7168,
             num_columns=columns,
             column_offset=offset,
@@ -128,8 +129,8 @@ def test_hidden_rows_are_widened_exactly(kernel):
 def test_a_layer_with_a_missing_expert_is_refused(kernel):
     rng = np.random.default_rng(24)
     shard = make_shard(rng, experts=2)
-    incomplete = LayerWeights.allocate(
-        shard_num_experts=2,
+    incomplete = LayerWeights(
+        num_experts=2,
         hidden_size=256,
         num_columns=64,
         column_offset=0,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from testing.bf16 import f32_to_bf16
 from testing.mini_model import make_mini_model, make_request, make_summary
 from testing.moe_reference import (
     E4M3,
@@ -29,7 +30,7 @@ from vllm_duck.executor.split.writer import split_checkpoint
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.weights.loader import load_shard, shard_bytes
 from vllm_duck.executor.weights.plan import ShardPlan
-from vllm_duck.executor.wire.bf16 import bf16_to_f32, f32_to_bf16
+from vllm_duck.executor.wire.bf16 import bf16_to_f32
 
 CHOICES = tuple(REQUANTIZED_FORMATS)
 FORMATS = tuple(GROUP_SIZES)
@@ -109,8 +110,8 @@ def test_errors_are_as_stated(source, weight_format, rms):
     expert = make_expert(
         rng, hidden=hidden, columns=columns, offset=offset, weight_format=source
     )
-    layer = LayerWeights.allocate(
-        shard_num_experts=1,
+    layer = LayerWeights(
+        num_experts=1,
         hidden_size=hidden,
         num_columns=columns,
         column_offset=offset,
@@ -157,8 +158,8 @@ def test_a_weight_that_is_not_finite_is_refused(source, weight_format):
     rng = np.random.default_rng(3)
     expert = make_expert(rng, hidden=64, columns=32, offset=0, weight_format=source)
     expert.down[3, 7] = 0xFF if source == "e4m3-block128" else 0x7F80
-    layer = LayerWeights.allocate(
-        shard_num_experts=1,
+    layer = LayerWeights(
+        num_experts=1,
         hidden_size=64,
         num_columns=32,
         column_offset=0,
@@ -177,8 +178,8 @@ def test_a_scale_that_is_not_finite_is_refused(weight_format):
         rng, hidden=64, columns=32, offset=0, weight_format=weight_format
     )
     expert.up_scale[5, 0] = 0x7F80
-    layer = LayerWeights.allocate(
-        shard_num_experts=1,
+    layer = LayerWeights(
+        num_experts=1,
         hidden_size=64,
         num_columns=32,
         column_offset=0,

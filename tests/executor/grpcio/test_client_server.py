@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from testing.bf16 import f32_to_bf16
 from testing.mini_model import LAYER_IDS, make_info, make_request
 from testing.waiting import WAIT_S, wait_until
 from vllm_duck.errors import (
@@ -22,7 +23,7 @@ from vllm_duck.errors import (
 from vllm_duck.executor.grpcio import server as server_module
 from vllm_duck.executor.grpcio.server import DuckServer
 from vllm_duck.executor.wire import codec, duck_pb2, duck_pb2_grpc
-from vllm_duck.executor.wire.bf16 import bf16_to_f32, f32_to_bf16
+from vllm_duck.executor.wire.bf16 import bf16_to_f32
 from vllm_duck.executor.wire.limits import FORWARD_METHOD, SERVICE
 
 

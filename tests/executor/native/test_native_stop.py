@@ -9,7 +9,7 @@ import pytest
 from testing.meddler import Meddler
 from testing.mini_model import make_request
 from testing.waiting import WAIT_S, wait_until
-from testing.wire_peers import calling, needs_native, serving
+from testing.wire_peers import calling, needs_native, replies_of, serving
 from vllm_duck.errors import DuckUnavailable
 
 pytestmark = needs_native
@@ -96,7 +96,7 @@ def _data_bytes(session):
 
 def _check_replies(exchanges):
     for request, pending in exchanges:
-        (reply,) = pending.replies()
+        (reply,) = replies_of(pending)
         assert reply.partial.tobytes() == request.hidden.tobytes()
 
 
@@ -122,7 +122,7 @@ def test_replies_outlive_the_duck_that_gave_them(server):
         meddler.passes_to_host.set()
         _check_replies(exchanges)
         with pytest.raises(DuckUnavailable):
-            late.replies()
+            replies_of(late)
         stopper.join()
     meddler.close()
 

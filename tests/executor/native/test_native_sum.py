@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from testing.mini_model import make_request
-from testing.wire_peers import NATIVE, calling
+from testing.wire_peers import NATIVE, calling, replies_of
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.executor.compute.kernel import MoeKernel
 from vllm_duck.executor.duck import Shard
@@ -70,7 +70,7 @@ def test_both_transports_give_the_same_bits(start, infos, transport, reply_dtype
         for request in requests:
             expected, got = python.send(request), native.send(request)
             np.testing.assert_array_equal(got.wait().total, expected.wait().total)
-            for ours, theirs in zip(got.replies(), expected.replies(), strict=True):
+            for ours, theirs in zip(replies_of(got), replies_of(expected), strict=True):
                 assert ours.partial.tobytes() == theirs.partial.tobytes()
 
 

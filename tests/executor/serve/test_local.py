@@ -43,7 +43,6 @@ def test_local_ducks_compute_the_sum_and_end_with_the_block(tmp_path, any_model)
     ):
         total = fleet.send(request).wait().total
         pids, directory = ducks.pids, Path(ducks.endpoints[0][len("unix:") :]).parent
-        assert min(ducks.memory_bytes()) > 2**20
         assert ducks.dead() is None
         assert directory.stat().st_mode & 0o777 == 0o700
     scale = np.abs(expected).max()
@@ -146,7 +145,7 @@ def test_ducks_end_when_their_parent_is_killed(tmp_path, bf16_checkpoint, how):
     assert is_running(first)
     assert is_running(second)
     parent.send_signal(how)
-    parent.wait(WAIT_S)
+    parent.communicate(timeout=WAIT_S)
     wait_until(lambda: not is_running(first) and not is_running(second))
     directory = Path(endpoint.removeprefix("unix:")).parent
     wait_until(lambda: not directory.exists())

@@ -35,7 +35,7 @@ def owner(tmp_path, monkeypatch):
     os.utime(path, (hour_ago_s, hour_ago_s))
     yield process, tmp_path / path
     process.kill()
-    process.wait()
+    process.communicate()
 
 
 def test_what_a_killed_process_left_is_removed(owner):

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from testing.mini_model import make_info, make_request
-from testing.wire_peers import CLIENTS, SERVERS, calling, echo, serving
+from testing.wire_peers import (
+    CLIENTS,
+    SERVERS,
+    calling,
+    echo,
+    is_native_built,
+    replies_of,
+    serving,
+)
 from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.wire.bf16 import bf16_to_f32
 
@@ -35,7 +43,7 @@ def test_random_bytes_of_every_size_come_back(server, client, reply_dtype):
     with calling(client, [server.endpoint], reply_dtype=reply_dtype) as fan_out:
         for size in SIZES:
             request = _request(1, size, seed=size)
-            (reply,) = fan_out.send(request).replies()
+            (reply,) = replies_of(fan_out.send(request))
             expected = echo(request, reply_dtype)
             assert reply.partial.dtype == expected.dtype
             assert reply.partial.tobytes() == expected.tobytes()
@@ -45,7 +53,7 @@ def test_random_bytes_of_every_size_come_back(server, client, reply_dtype):
 def test_30_mb_come_back(server, client):
     request = _request(2100, 7168)
     with calling(client, [server.endpoint]) as fan_out:
-        (reply,) = fan_out.send(request).replies()
+        (reply,) = replies_of(fan_out.send(request))
     assert reply.partial.tobytes() == request.hidden.tobytes()
 
 
@@ -74,7 +82,7 @@ def test_a_large_and_a_small_request_in_flight_at_once(server, client):
         for request, pending in reversed(
             list(zip((large, small), pendings, strict=True))
         ):
-            (reply,) = pending.replies()
+            (reply,) = replies_of(pending)
             assert reply.partial.tobytes() == request.hidden.tobytes()
 
 
@@ -83,18 +91,12 @@ def test_a_fleet_of_both_servers_is_summed(client):
     request = make_request(2, hidden_size=7168)
     with (
         serving("grpcio") as first,
-        serving(_any_server()) as second,
+        serving("native" if is_native_built() else "grpcio") as second,
         calling(client, [first.endpoint, second.endpoint] * 2) as fan_out,
     ):
         total = fan_out.send(request).wait().total
     x = bf16_to_f32(request.hidden)
     np.testing.assert_array_equal(total, ((x + x) + x) + x)
-
-
-def _any_server():
-    from vllm_duck.executor.wire.transport import has_native_stream
-
-    return "native" if has_native_stream() else "grpcio"
 
 
 def test_the_info_of_every_server_is_the_same(server):

@@ -42,7 +42,16 @@ Scales = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 
 
 class LayerWeights:
-    """The experts of one MoE layer that one shard owns, packed for the kernel."""
+    """The experts of one MoE layer that one shard owns, packed for the kernel.
+
+    Memory is reserved at once; no page of it is touched before an expert is loaded.
+    num_columns I and hidden_size H are multiples of 16, and so is column_offset: the
+    first column's position within its 128-wide scale block, column_lo % 128.
+
+    Raises:
+        DuckShapeError: a size is not a positive multiple of 16, or the offset is not in
+            [0, 128).
+    """
 
     def __init__(
         self,
@@ -69,33 +78,6 @@ class LayerWeights:
             num_columns,
             column_offset,
             WEIGHT_FORMATS.index(weight_format),
-        )
-
-    @classmethod
-    def allocate(
-        cls,
-        *,
-        shard_num_experts: int,
-        hidden_size: int,
-        num_columns: int,
-        column_offset: int,
-        weight_format: str,
-    ) -> "LayerWeights":
-        """Reserve memory for a shard of one layer; no page of it is touched yet.
-
-        num_columns I and hidden_size H are multiples of 16, and so is column_offset:
-        the first column's position within its 128-wide scale block, column_lo % 128.
-
-        Raises:
-            DuckShapeError: a size is not a positive multiple of 16, or the offset is
-                not in [0, 128).
-        """
-        return cls(
-            num_experts=shard_num_experts,
-            hidden_size=hidden_size,
-            num_columns=num_columns,
-            column_offset=column_offset,
-            weight_format=weight_format,
         )
 
     @property

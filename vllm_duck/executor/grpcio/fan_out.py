@@ -67,7 +67,7 @@ class _PendingSum:
         return all(call.is_done() for call in self._calls)
 
     def wait(self) -> MoeSum:
-        replies = self.replies()
+        replies = self._wait_for_each()
         times = CallTimes(
             self._sent_ns,
             max(r.rtt_us for r in replies),
@@ -76,8 +76,7 @@ class _PendingSum:
         )
         return MoeSum(_sum(replies), times)
 
-    def replies(self) -> list[MoeReply]:
-        """wait() for the partial sum of each duck instead, in duck order."""
+    def _wait_for_each(self) -> list[MoeReply]:
         if not self._replies:
             self._replies = [call.wait() for call in self._calls]
             for log, reply in zip(self._logs, self._replies, strict=True):

@@ -22,12 +22,11 @@ from vllm_duck.executor import _stream
 from vllm_duck.executor.duck import (
     CallTimes,
     DuckStatistics,
-    MoeReply,
     MoeRequest,
     MoeSum,
     ReplyDtype,
 )
-from vllm_duck.executor.wire.codec import NUMPY_DTYPE, ReplyStatus
+from vllm_duck.executor.wire.codec import ReplyStatus
 from vllm_duck.executor.wire.errors import error_of_reply, error_of_status
 from vllm_duck.executor.wire.identity import mismatch
 from vllm_duck.executor.wire.limits import MAX_MESSAGE_BYTES, TOKEN_PREFIX
@@ -147,13 +146,6 @@ class NativeFanOut:
             else:
                 raise self.error(duck_idx, kind, code, text)
 
-    def replies(self, ticket: object, shape: tuple[int, int]) -> list[MoeReply]:
-        dtype = NUMPY_DTYPE[self._reply_dtype]
-        return [
-            MoeReply(np.frombuffer(partial, dtype).reshape(shape), *times_us)
-            for partial, *times_us in _stream.ticket_replies(ticket)
-        ]
-
     def error(self, duck_idx: int, kind: int, code: int, text: str) -> DuckError:
         """Our error for what the stream says of one duck."""
         name = self._names[duck_idx]
@@ -200,8 +192,3 @@ class _PendingSum:
         self._fan_out.await_replies(self._ticket, total)
         times_us = _stream.ticket_times(self._ticket)
         return MoeSum(total, CallTimes(self._sent_ns, *times_us))
-
-    def replies(self) -> list[MoeReply]:
-        """wait() for the partial sum of each duck instead, in duck order."""
-        self._fan_out.await_replies(self._ticket, None)
-        return self._fan_out.replies(self._ticket, self._shape)

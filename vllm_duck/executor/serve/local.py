@@ -18,7 +18,7 @@ from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint
 from vllm_duck.errors import DuckTimeout, DuckUnavailable
 from vllm_duck.executor.split.format import split_directories
 from vllm_duck.executor.system.cpus import allowed_cpus, within_quota
-from vllm_duck.executor.system.process import clean_environment, resident_bytes
+from vllm_duck.executor.system.process import clean_environment
 from vllm_duck.executor.system.temporary import temporary_directory
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.weights.plan import ShardPlan
@@ -112,10 +112,6 @@ class LocalDucks:
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(child.process.pid for child in self._children)
-
-    def memory_bytes(self) -> list[int]:
-        """Resident bytes of each duck."""
-        return [resident_bytes(pid) for pid in self.pids]
 
     def dead(self) -> str | None:
         """One sentence about the first duck that has ended by itself, if any."""

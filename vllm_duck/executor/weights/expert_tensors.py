@@ -121,8 +121,8 @@ def allocate_layer(shard: Shard, model: ModelSummary) -> LayerWeights:
     Raises:
         DuckShapeError: the kernel cannot use such a column range.
     """
-    return LayerWeights.allocate(
-        shard_num_experts=shard.num_experts,
+    return LayerWeights(
+        num_experts=shard.num_experts,
         hidden_size=model.hidden_size,
         num_columns=shard.num_columns,
         column_offset=shard.column_lo % BLOCK,

@@ -38,11 +38,6 @@ def choose_transport(wanted: Transport, *, has_tls: bool) -> TransportChoice:
     return TransportChoice(False, f"grpcio, since {obstacle}")
 
 
-def has_native_stream() -> bool:
-    """Whether this build has the extension on nghttp2, and this machine the library."""
-    return _missing_stream() is None
-
-
 def _obstacle(*, has_tls: bool) -> str | None:
     if has_tls:
         return "TLS is on, which the native stream does not speak"

@@ -9,8 +9,6 @@ The order of additions is written down in csrc/host: gemm/gemm.h, kernels/rows.h
 kernels/sparse.h.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypeAlias
 
 import numpy as np
@@ -58,24 +56,6 @@ def current() -> Handle:
         configure(within_quota(torch.get_num_threads()))
     assert _current is not None
     return _current
-
-
-@contextmanager
-def using(
-    num_threads: int, isa: str = "", *, work_per_thread: int = WORK_PER_THREAD
-) -> Iterator[None]:
-    """`configure` for a while."""
-    global _current
-    before = _current
-    configure(num_threads, isa, work_per_thread=work_per_thread)
-    try:
-        yield
-    finally:
-        _current = before
-
-
-def isa() -> str:
-    return _host.host_isa(current())
 
 
 def require_rows(name: str, x: Tensor, size: int) -> Tensor:

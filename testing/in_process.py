@@ -1,4 +1,4 @@
-"""A duck that is a Python function of this process, for tests and examples."""
+"""A duck that is a Python function of this process."""
 
 import time
 
