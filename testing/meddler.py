@@ -64,10 +64,18 @@ class Meddler:
                     # What was passed on has arrived.
                     each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._sockets += [host, duck]
-                for name, ends in (("duck", (host, duck)), ("host", (duck, host))):
-                    threading.Thread(
-                        target=self._pass, args=(name, *ends), daemon=True
-                    ).start()
+                threading.Thread(
+                    target=self._pass_both_ways, args=(host, duck), daemon=True
+                ).start()
+
+    def _pass_both_ways(self, host, duck):
+        with host, duck:
+            back = threading.Thread(
+                target=self._pass, args=("host", duck, host), daemon=True
+            )
+            back.start()
+            self._pass("duck", host, duck)
+            back.join()
 
     def _pass(self, name, source, target):
         passes = getattr(self, f"passes_to_{name}")

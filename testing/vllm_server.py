@@ -76,20 +76,21 @@ def running_server(
         *("--max-model-len", "2048", "--max-num-seqs", "16"),
         *flags,
     ]
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        stdout=log.open("w"),
-        stderr=subprocess.STDOUT,
-        # The bounds of a slow machine for vLLM's processes too.
-        env={
-            **os.environ,
-            MARK: mark,
-            STOP_VARIABLE: str(int(WAIT_S)),
-            **(environment or {}),
-        },
-        cwd=directory,
-        start_new_session=True,
-    )
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # The bounds of a slow machine for vLLM's processes too.
+            env={
+                **os.environ,
+                MARK: mark,
+                STOP_VARIABLE: str(int(WAIT_S)),
+                **(environment or {}),
+            },
+            cwd=directory,
+            start_new_session=True,
+        )
     server = Server(process, f"http://127.0.0.1:{port}", mark, log)
     try:
         wait_until(server.is_up)
