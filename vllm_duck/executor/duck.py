@@ -170,7 +170,7 @@ class CallTimes(NamedTuple):
     sent_ns: int
     rtt_us: int
     compute_us: int
-    # The way there and back: what is neither queue nor compute.
+    # Network time: what is neither queue nor compute.
     link_us: int
 
 

@@ -140,8 +140,8 @@ def overlap_of(record: StepRecord) -> Overlap:
 
     A reply that comes while the host works is seen late, and one that queued behind the
     other lane took longer than it would have alone; so a stage 1 counts as the slowest
-    duck's compute plus the quickest way there and back of the step. A dense layer is
-    work of the host alone.
+    duck's compute plus the least network time of the step. A dense layer is work of the
+    host alone.
     """
     s0_ns, compute_us, num_calls = 0, 0, 0
     link_us: float = math.inf
