@@ -55,9 +55,9 @@ VLLM_DUCK_EXTENSION=_$extension VLLM_DUCK_LDFLAGS=$flags \
 case $extension in
 kernel) tests="kernel kernel_shards kernel_errors requantize checksums codec crc32c" ;;
 stream)
-  tests="stream_fuzz wire_matrix wire_cuts wire_faults wire_stock_server native_server"
+  tests="stream_fuzz matrix cuts faults stock_server server"
   # Not descriptors: the sanitizer opens pipes, and takes it for a finding if it cannot.
-  tests="$tests native_stop native_sum identity odd_calls names"
+  tests="$tests stop sum identity odd_calls names"
   ;;
 esac
 
@@ -68,7 +68,7 @@ export TSAN_OPTIONS="suppressions=$copy/tsan.supp ${TSAN_OPTIONS:-}" PYTHONPATH=
 export VLLM_DUCK_FUZZ_SESSIONS=${VLLM_DUCK_FUZZ_SESSIONS:-3000}
 # ThreadSanitizer does not survive a fork beside grpcio's threads, as these tests need.
 skipped=
-[ "$sanitizer" = address ] || skipped="--deselect=tests/executor/wire/test_wire_faults.py::test_a_duck_that_is_killed_in_mid_call_is_unavailable_at_once"
+[ "$sanitizer" = address ] || skipped="--deselect=tests/executor/wire/test_faults.py::test_a_duck_that_is_killed_in_mid_call_is_unavailable_at_once"
 # shellcheck disable=SC2046,SC2086
 LD_PRELOAD="$("$cxx" -print-file-name=$library) $("$cxx" -print-file-name=libstdc++.so)" \
   "$python" -m pytest -p no:cacheprovider --capture=sys \
