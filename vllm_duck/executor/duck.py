@@ -164,7 +164,7 @@ class MoeReply(NamedTuple):
 
 
 class CallTimes(NamedTuple):
-    """One request at all ducks; of each time the slowest duck's, microseconds."""
+    """The times of one request at all ducks: each is the slowest duck's, in us."""
 
     # When it was sent, `time.perf_counter_ns`.
     sent_ns: int

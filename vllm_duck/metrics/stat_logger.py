@@ -22,15 +22,15 @@ _PREFIX = "vllm_duck:"
 # Field of Overlap, metric, what it counts.
 _SUMS = (
     ("num_steps", "overlapped_steps", "Steps that ran in lanes."),
-    ("pair_s", "pair_seconds", "Time of the layers with ducks of those steps."),
-    ("s0_s", "stage0_seconds", "Work of the host in them."),
-    ("s1_s", "stage1_seconds", "Work of the ducks in them, with the way there."),
-    ("ideal_s", "ideal_seconds", "What they would take with a perfect overlap."),
+    ("pair_s", "pair_seconds", "Time of the layers with ducks in those steps."),
+    ("s0_s", "stage0_seconds", "Work of the host in those layers."),
+    ("s1_s", "stage1_seconds", "Kernel and network time of the ducks."),
+    ("ideal_s", "ideal_seconds", "Time of those layers with a perfect overlap."),
 )
 _DUCK_TIMES = (
-    ("rtt_us", "round_trip_seconds", "From sending a request to its reply."),
-    ("compute_us", "compute_seconds", "In the duck's kernel."),
-    ("queue_us", "queue_seconds", "In the duck's queue."),
+    ("rtt_us", "round_trip_seconds", "Time from sending a request to its reply"),
+    ("compute_us", "compute_seconds", "Time in the duck's kernel"),
+    ("queue_us", "queue_seconds", "Time in the duck's queue"),
 )
 
 
@@ -43,7 +43,7 @@ class DuckStatLogger(StatLoggerBase):
             REGISTRY.register(_Collector(self._file))
 
     def record(self, *args: Any, **kwargs: Any) -> None:
-        """The worker has recorded already."""
+        """Nothing: the worker writes the figures."""
 
     def log_engine_initialized(self) -> None:
         pass
@@ -74,7 +74,7 @@ class _Collector:
             yield CounterMetricFamily(_PREFIX + name, text, value=overlap[field])
         waits = CounterMetricFamily(
             _PREFIX + "wait_seconds",
-            "Waits of the host for the ducks.",
+            "Time that the host waited for the ducks.",
             labels=["lane"],
         )
         for lane_idx, seconds in enumerate(overlap["wait_s"]):
@@ -98,7 +98,9 @@ def _of_ducks(ducks: list[dict[str, Any]]) -> Iterator[Metric]:
     yield calls
     for field, name, text in _DUCK_TIMES:
         times = GaugeMetricFamily(
-            f"{_PREFIX}duck_{name}", f"{text} Median of late.", labels=["duck"]
+            f"{_PREFIX}duck_{name}",
+            f"{text}, median of the latest calls.",
+            labels=["duck"],
         )
         for duck in ducks:
             times.add_metric([duck["name"]], duck[field] / 1e6)

@@ -1,1 +1,1 @@
-"""The DeepSeek-V3.2 modules that run on the host."""
+"""The model on the host: everything but the routed experts."""

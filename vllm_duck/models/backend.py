@@ -1,6 +1,6 @@
 """The seam between the model and what computes its layers: one backend per device.
 
-The wiring of the model, the lanes and the runner know nothing else of a backend. Rows
+The model's wiring, the lanes and the runner use a backend through this seam alone. Rows
 are opaque to them: handed from layer to layer, cut by `take` and joined by `concat`.
 """
 
@@ -44,10 +44,10 @@ class LayerOutput(NamedTuple):
 
 
 class PendingLayer(Protocol):
-    """A layer from the begin of its stage 0 to the end of its stage 1."""
+    """A layer from the start of its stage 0 to the end of its stage 1."""
 
     def is_sent(self) -> bool:
-        """Whether the rows are with the ducks; sends them if they only now can be."""
+        """Whether the rows are with the ducks; sends them if they have become ready."""
         ...
 
     def is_done(self) -> bool:
@@ -67,8 +67,8 @@ class Layer(Protocol):
     ) -> PendingLayer:
         """Begin attention, router and shared expert, and send to the ducks.
 
-        Stage 1 is to wait() for what this returns. wanted: the rows to compute the
-        layer for; by default all. The keys of all rows are cached in any case.
+        wait() of the result is stage 1. wanted: the rows to compute the layer for; by
+        default all. The keys of all rows are cached in any case.
         """
         ...
 
@@ -80,7 +80,7 @@ class Layer(Protocol):
         """The checkpoint's tensors that the layer holds, each with where to put it.
 
         A view in e4m3 takes the codes as they are, with a view of its own for
-        `NAME_scale_inv`; into any other view the product of both goes.
+        `NAME_scale_inv`; any other view takes the product of both.
         """
         ...
 

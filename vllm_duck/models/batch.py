@@ -41,9 +41,9 @@ class AttentionBatch:
         return len(self.slots)
 
     def lane(self, begin: Sequence[int], end: Sequence[int]) -> "AttentionBatch":
-        """Of each request its rows [begin, end); may be none of them.
+        """Rows begin[i] to end[i] of each request i, request by request.
 
-        The lane's tokens are those rows, request by request.
+        A request may have no row in the lane.
         """
         requests: list[RequestRows] = []
         kept: list[int] = []

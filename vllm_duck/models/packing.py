@@ -14,7 +14,11 @@ class HostModule(nn.Module):
 
 
 def finish_loading(model: nn.Module) -> None:
-    """Pack every host module of the model; each exactly once, after its weights."""
+    """Pack every host module of the model, each exactly once, after its weights.
+
+    The loader calls it, before vLLM's process_weights_after_loading prepares the LM
+    head for a kernel of vLLM's.
+    """
     for module in list(model.modules()):
         if isinstance(module, HostModule):
             module.finish_loading()

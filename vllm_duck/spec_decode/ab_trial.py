@@ -1,16 +1,15 @@
 """An A/B trial of two ways to run a step: timed while serving, by size.
 
-Where both ways give the same tokens, trying them costs nothing but the slower of a few
-steps.
+Both ways give the same tokens, so a trial costs no more than a few slower steps.
 """
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import median
 
-# Steps of each way before a verdict; a median of so many shrugs a hiccup off.
+# Steps of each way before a verdict; the median of five ignores a hiccup.
 NUM_TRIALS = 5
-# So many steps later the other way is tried again: contexts grow, ducks come and go.
+# Steps until the other way is tried again: contexts grow, ducks come and go.
 RETRY_AFTER = 256
 
 
@@ -39,9 +38,9 @@ class ABTrial:
         self._records: defaultdict[int, _Record] = defaultdict(_Record)
 
     def next_trial(self, size: int) -> bool | None:
-        """Whether the next step has to go the first way, to learn; None if it has not.
+        """The way that the next step must go to be timed: True for the first way.
 
-        Asked once a step.
+        None if neither needs a trial now. Call it once a step.
         """
         record = self._records[_size_class(size)]
         first, second = record.first, record.second
@@ -54,7 +53,11 @@ class ABTrial:
         return record.retries_first if place < NUM_TRIALS else None
 
     def is_first_better(self, size: int, *, worth: float = 1.0) -> bool:
-        """worth: how much more a step of the first way brings; both must be known."""
+        """Whether a step of the first way takes less time for what it brings.
+
+        worth: what it brings relative to a step of the second way. Both ways must have
+        been timed.
+        """
         record = self._records[_size_class(size)]
         return median(record.first.latest) <= worth * median(record.second.latest)
 

@@ -97,7 +97,7 @@ class DuckRejectionSampler:
     def _row(
         self, logits: Tensor, metadata: SamplingMetadata, active: list[int], depth: int
     ) -> SampledRow:
-        """Take one row of every request; only the active ones' may change any state."""
+        """Sample one row of every request; only active requests may change state."""
         if depth == 0:
             return self.sampler(logits, metadata)
         for processor in metadata.logitsprocs.all:

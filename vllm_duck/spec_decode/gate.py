@@ -1,8 +1,8 @@
-"""Where drafting does not pay, it stops.
+"""Stops drafting where it does not pay.
 
 A step with drafts takes longer than one without: more rows for the host, more experts
-for the ducks. It pays for a request if the tokens that it takes in such a step, 1 and
-those of its drafts that are accepted, are more than the time is longer. Time is
+for the ducks. Drafting pays for a request while the tokens of such a step, one and
+those of the accepted drafts, exceed the ratio of the two step times. Times are
 measured for each number of requests, accepted drafts for each request.
 """
 
@@ -14,10 +14,10 @@ from vllm_duck.spec_decode.drafts import NO_TOKEN
 
 # How fast what a request may expect follows its latest drafts.
 _WEIGHT = 1 / 16
-# The same of all requests together.
+# How fast the mean over all requests follows.
 _TYPICAL_WEIGHT = 1 / 32
-# So much may drafting seem to lose before it stops: what a few drafts bring is
-# uncertain by 0.06, and where single requests of a batch stop nothing is won.
+# Drafting stops only if it seems to lose more than this factor: what a few drafts bring
+# is uncertain by 0.06, and nothing is won where single requests of a batch stop.
 _DOUBT = 1.04
 # A request that stopped drafting tries again after so many tokens, for so many drafts.
 RETRY_AFTER_TOKENS = 128
@@ -39,7 +39,7 @@ class DraftGate:
         """num_drafts: that a request has in a step."""
         self._times = ABTrial()
         self._requests: dict[str, _Request] = {}
-        # What a new request may expect: of the latest drafts of all. The first hopes.
+        # Prior for a new request: the mean over all; at first, every draft is accepted.
         self._typical = float(num_drafts)
 
     def allowed(self, req_ids: Sequence[str]) -> list[bool]:
@@ -51,16 +51,16 @@ class DraftGate:
         return [self._pays(req_id, num_reqs) for req_id in req_ids]
 
     def observe_step(self, num_reqs: int, num_drafting: int, seconds: float) -> None:
-        """A step of decoding took so long, in which so many requests had drafts.
+        """Record the time of a decode step, in which so many requests had drafts.
 
-        One in which few requests drafted teaches nothing. A grammar may refuse the
-        drafts of some: if most drafted, it counts as a step with drafts.
+        It counts as a step with drafts if half of the requests or more drafted, since
+        a grammar may refuse some drafts. A step with fewer teaches nothing.
         """
         if num_drafting == 0 or 2 * num_drafting >= num_reqs:
             self._times.observe(num_reqs, is_first=num_drafting > 0, seconds=seconds)
 
     def observe_drafts(self, req_id: str, num_accepted: int) -> None:
-        """So many of a request's drafts in one step were accepted."""
+        """Record how many of a request's drafts in one step were accepted."""
         request = self._request(req_id)
         request.num_accepted += _WEIGHT * (num_accepted - request.num_accepted)
         self._typical += _TYPICAL_WEIGHT * (num_accepted - self._typical)
@@ -68,10 +68,11 @@ class DraftGate:
     def observe_verified(
         self, req_id: str, scheduled: Sequence[int], num_taken: int
     ) -> None:
-        """A request's drafts got rows, and it took so many tokens of the step.
+        """Record which of a request's scheduled drafts were accepted.
 
-        vLLM fills rows up with NO_TOKEN, for example where a prompt of one token joins
-        requests that draft: nobody drafted that.
+        num_taken: tokens that the request took in this step. vLLM pads rows with
+        NO_TOKEN, for example where a prompt of one token joins requests that draft;
+        padding is no draft.
         """
         if scheduled and NO_TOKEN not in scheduled:
             self.observe_drafts(req_id, num_taken - 1)

@@ -52,7 +52,7 @@ class DuckProposer(EagleProposer):
         room: Sequence[int],
         output_token_ids: Sequence[list[int]],
     ) -> Drafted:
-        """Append the rows to the layer's caches, and draft behind each request's.
+        """Append the rows to the layer's caches; draft behind each request's last row.
 
         room: see deeper_rows. output_token_ids: of each request, to which its drafts
         belong while deeper ones are drawn, as in verification.

@@ -61,7 +61,7 @@ class NativeFanOut:
 
         recover_s: how long a lost duck is waited for; with 0 its requests fail at once.
         quiet_s: how long a duck that owes a reply may be silent before it is pinged;
-        half as long again, and its connection counts as lost.
+        after half as long again its connection counts as lost.
         """
         self._names = tuple(join_replicas(replicas_of(each)) for each in endpoints)
         self._identities = tuple(identities)

@@ -1,7 +1,7 @@
 """The native server of one duck: Forward in C++, the other methods from here.
 
-One endpoint serves them all, to any gRPC client. C++ hands out what happens to calls
-of other methods as events; one thread of Python answers them.
+One endpoint serves them all, to any gRPC client. C++ reports the calls of the other
+methods as events, and one thread of Python answers them.
 """
 
 import logging

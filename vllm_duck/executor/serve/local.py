@@ -66,7 +66,7 @@ class LocalDucks:
         model_dir: a checkpoint, or what `vllm-duck split` made of one; that has its own
             plan, and takes neither num_ducks nor plan.
         plan: instead of an even split between `num_ducks`.
-        listen: one endpoint a duck, instead of sockets in a private directory.
+        listen: one endpoint per duck, instead of sockets in a private directory.
         num_threads: of each duck's kernel; by default they share out the cpus, or what
             this process's cgroup may use of them.
         cpus: for the ducks; by default all that the container allows, although

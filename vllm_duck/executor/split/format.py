@@ -71,7 +71,7 @@ class LayerLayout:
 
     @property
     def data_bytes(self) -> int:
-        """Of all experts: what the header comes on top of."""
+        """Bytes of all experts, without the header."""
         return self.shard.num_experts * self.expert_bytes
 
     @property

@@ -47,7 +47,8 @@ class Checkpoint:
 
     @cached_property
     def family(self) -> ModelFamily:
-        """
+        """The family that `architectures` in config.json names.
+
         Raises:
             DuckCheckpointError: duck serves no such architecture.
         """

@@ -34,7 +34,7 @@ Place: TypeAlias = Callable[[LayerWeights], None]
 
 
 def leave_in_place(weights: LayerWeights) -> None:
-    """Memory is where the thread that loads it happens to run."""
+    """Leave the memory where the thread runs that loads it."""
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ class ShardPlan:
         """Split by columns, in proportion to `weights` if there are any.
 
         Each duck gets a slice of every expert as long as there are columns enough: then
-        all ducks have work in every call. More ducks than that share out the experts
-        as well, in groups.
+        all ducks have work in every call. With more ducks than that, groups of experts
+        are shared out too.
 
         Raises:
             DuckConfigError: more ducks than pieces, or weights that do not fit.

@@ -115,8 +115,8 @@ def decode_request(message: bytes) -> DecodedRequest:
 
     Raises:
         DuckProtocolError: the bytes are not a ForwardRequest.
-        ChecksumError: they were another one when they were sent.
-        RequestShapeError: they are, but sizes and tensors disagree.
+        ChecksumError: the bytes changed on the way.
+        RequestShapeError: the request's sizes and tensors disagree.
     """
     parsed = _kernel.parse_request(message)
     if isinstance(parsed, int):
@@ -155,7 +155,7 @@ def decode_reply(message: bytes) -> DecodedReply:
 
     Raises:
         DuckProtocolError: the bytes are not a ForwardReply that fits itself.
-        ChecksumError: it was another one when it was sent.
+        ChecksumError: the bytes changed on the way.
     """
     parsed = _kernel.parse_reply(message)
     if isinstance(parsed, int):
@@ -261,5 +261,5 @@ def _tensor(
 
 
 def _aligned(tensor: np.ndarray) -> np.ndarray:
-    """For a kernel, which reads whole numbers."""
+    """A copy if needed: kernels read aligned numbers."""
     return tensor if tensor.flags.aligned else tensor.copy()

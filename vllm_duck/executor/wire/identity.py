@@ -11,7 +11,7 @@ from vllm_duck.executor.duck import DuckInfo
 
 
 def identity_of(info: DuckInfo) -> str:
-    """The line: words like `columns=0:80`, by one blank apart."""
+    """The line: words like `columns=0:80`, separated by single blanks."""
     shard = info.shard
     words = {
         "protocol": info.protocol_version,
@@ -25,7 +25,7 @@ def identity_of(info: DuckInfo) -> str:
 
 
 def mismatch(expected: str, got: str) -> str:
-    """One clause for people about two lines that differ: only the words that do."""
+    """One clause for an error: the words in which two lines differ."""
     if not got:
         return (
             f"must open its Forward stream with its identity, {expected}, and sent "

@@ -22,8 +22,8 @@ class Router(HostModule):
     """Chooses each token's experts; fp32 throughout.
 
     Sigmoid scores plus a bias choose: first the groups, by the sum of their best two,
-    then the experts of those groups; of equals the lower id. The scores without the
-    bias weigh.
+    then the experts of those groups; ties go to the lower id. The weights are the
+    scores without the bias.
     Source: DeepSeek-V3 report, 2.1.2 and 3.2.2; inference/model.py::Gate.
     """
 

@@ -50,8 +50,10 @@ def configure(
 
 
 def current() -> Handle:
-    """What the kernels run on; unless configured, torch's number of threads, as far
-    as the cgroup's quota goes."""
+    """The threads that kernels run on.
+
+    Unless configured: as many as torch has, within the cgroup's quota.
+    """
     if _current is None:
         configure(within_quota(torch.get_num_threads()))
     assert _current is not None

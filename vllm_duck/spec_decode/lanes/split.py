@@ -25,7 +25,7 @@ class Split:
     """The lanes of a step: consecutive parts of each request's rows."""
 
     batches: tuple[AttentionBatch, ...]
-    # Rows of the first lane, then of the next; None if that is the order they have.
+    # Row indices, lane by lane; None if the rows are in that order already.
     order: npt.NDArray[np.int64] | None
 
     @property
@@ -38,12 +38,12 @@ class Split:
 
     @property
     def place(self) -> npt.NDArray[np.int64] | None:
-        """Where each row is among those of all lanes; None: in its place."""
+        """The position of each row in the joined lanes; None if none moved."""
         return None if self.order is None else np.argsort(self.order)
 
 
 def split(batch: AttentionBatch, num_rows: int, *, num_lanes: int) -> Split | str:
-    """Divide the step's tokens into lanes of one size; or say why they stay together.
+    """Divide the step's tokens into lanes of equal size, or say why not.
 
     num_rows: of the step's tensors; more than the batch has if some are padding.
     """

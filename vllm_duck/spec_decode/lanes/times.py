@@ -1,4 +1,4 @@
-"""What overlapping brought: the times of a step's stages, and their sums.
+"""What overlapping saved: the times of a step's stages, and their sums.
 
 The words of the log line: *pair* is what the lanes took together, *serial* the sum of
 their parts, *gain* the difference and *ratio* gain / serial. s0 is the host's work,
@@ -73,7 +73,7 @@ class Overlap:
     pair_s: float = 0.0
     s0_s: float = 0.0
     s1_s: float = 0.0
-    # What the pair would take if nothing but the longer stage counted.
+    # What the pair would take if the lanes only waited for the longer stage.
     ideal_s: float = 0.0
     # What the host waited for each lane.
     wait_s: tuple[float, ...] = ()
@@ -177,7 +177,7 @@ class OverlapMeter:
     total: Overlap = field(default_factory=Overlap)
     # Steps that ran serially, by reason.
     serial_steps: Counter[str] = field(default_factory=Counter)
-    # How many of the next steps to keep, and those kept so far.
+    # How many of the next steps to keep in `records`.
     num_wanted: int = 0
     records: list[StepRecord] = field(default_factory=list)
 
