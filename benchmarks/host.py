@@ -207,7 +207,7 @@ def _make_layers(
     layers, peers = [], []
     torch.manual_seed(0)
     with world.building():
-        for layer_idx in range(dims.first_k_dense_replace, NUM_LAYERS + 1):
+        for layer_idx in range(dims.num_leading_dense, NUM_LAYERS + 1):
             caches = LayerCaches.of(dims, "fp8", f"layers.{layer_idx}")
             layer = CpuLayer(dims, layer_idx, caches)
             for name, view in layer.checkpoint_views("x"):

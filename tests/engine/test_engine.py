@@ -268,7 +268,7 @@ def test_figures_count_calls_and_memory(llm, prompts, overlaps):
         generate(llm, prompts[:1], cold=True, num_tokens=4)
     (after,) = llm.collective_rpc("duck_figures")
     dims = model_of(llm).dims
-    num_moe_layers = dims.num_hidden_layers - dims.first_k_dense_replace
+    num_moe_layers = dims.num_hidden_layers - dims.num_leading_dense
     # The prompt goes in two lanes or whole, then each token alone.
     num_calls = ((2 if overlaps else 1) + 3) * num_moe_layers
     for old, new in zip(before["ducks"], after["ducks"], strict=True):
