@@ -1,6 +1,4 @@
 // What Pool promises when shares throw; run by test_pool.py.
-#include "base/pool.h"
-
 #include <sys/resource.h>
 
 #include <atomic>
@@ -9,6 +7,8 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+
+#include "base/pool.h"
 
 namespace {
 

@@ -17,8 +17,8 @@ size_t round_to(size_t size, size_t unit) { return (size + unit - 1) / unit * un
 // Whole huge pages, aligned as such: the ends of a larger mapping are given back.
 std::shared_ptr<uint8_t> map(size_t num_bytes) {
   size_t size = round_to(num_bytes, kHugePage), slack = size + kHugePage;
-  void* at = mmap(nullptr, slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                  -1, 0);
+  void* at =
+      mmap(nullptr, slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) throw std::bad_alloc();
   auto* begin = static_cast<uint8_t*>(at);
   size_t skip = round_to(size_t(begin), kHugePage) - size_t(begin);

@@ -6,8 +6,8 @@
 #include <new>
 #include <numeric>
 
-#include "simd/bf16.h"
 #include "duck/regions.h"
+#include "simd/bf16.h"
 
 namespace duck {
 namespace {

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "base/pool.h"
 #include "duck/kernels/kernel_table.h"
 #include "duck/layer.h"
-#include "base/pool.h"
 
 namespace duck {
 

@@ -3,9 +3,9 @@
 // buffers, ids and weights are checked here.
 #include <memory>
 
-#include "duck/kernels/dispatch.h"
 #include "duck/engine.h"
 #include "duck/kernel_module.h"
+#include "duck/kernels/dispatch.h"
 #include "duck/shard.h"
 
 namespace duck {

@@ -1,7 +1,7 @@
 // vllm_duck.executor._kernel: the C++ side of kernel.py, codec.py and checksums.py.
 #include "base/crc32c.h"
-#include "duck/kernels/dispatch.h"
 #include "duck/kernel_module.h"
+#include "duck/kernels/dispatch.h"
 
 namespace duck {
 

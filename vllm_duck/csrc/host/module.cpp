@@ -1,5 +1,5 @@
-// vllm_duck.models.cpu._host, for the modules of models/cpu/, which check shapes, dtypes
-// and layouts: nothing here does. Pointers are integers (data_ptr()) or buffers.
+// vllm_duck.models.cpu._host, for the modules of models/cpu/, which check shapes,
+// dtypes and layouts: nothing here does. Pointers are integers (data_ptr()) or buffers.
 #include "base/binding.h"
 #include "host/host.h"
 #include "host/weights.h"

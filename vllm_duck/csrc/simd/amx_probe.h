@@ -4,9 +4,9 @@
 // <sys/syscall.h> and <unistd.h> before it.
 #pragma once
 
+#include "host/gemm/packed.h"
 #include "simd/amx_tiles.h"
 #include "simd/bf16.h"
-#include "host/gemm/packed.h"
 
 namespace duck {
 namespace host {

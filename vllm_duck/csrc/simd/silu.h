@@ -1,8 +1,8 @@
 // silu(gate) * up for one group, in steps that every compiler rounds alike.
 #pragma once
 
-#include "simd/bf16.h"
 #include "duck/kernels/layout.h"
+#include "simd/bf16.h"
 
 namespace duck {
 namespace {

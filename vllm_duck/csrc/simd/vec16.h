@@ -20,7 +20,9 @@ inline Lanes load_lanes(const void* at) {
   return value;
 }
 
-inline void store_lanes(void* at, Lanes value) { std::memcpy(at, &value, sizeof value); }
+inline void store_lanes(void* at, Lanes value) {
+  std::memcpy(at, &value, sizeof value);
+}
 
 // `count` < 16 elements, then zeros.
 inline Lanes load_tail(const float* at, int count) {

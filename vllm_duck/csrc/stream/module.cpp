@@ -15,7 +15,7 @@ PyMODINIT_FUNC PyInit__stream() {
   auto functions = duck::stream::client_functions();
   for (auto& function : duck::stream::server_functions()) functions.push_back(function);
   functions.push_back(duck::binding::no_args<nghttp2_version_text>("nghttp2_version"));
-  return duck::binding::make_module(
-      "_stream", "See vllm_duck.executor.native.client and server.",
-      std::move(functions));
+  return duck::binding::make_module("_stream",
+                                    "See vllm_duck.executor.native.client and server.",
+                                    std::move(functions));
 }

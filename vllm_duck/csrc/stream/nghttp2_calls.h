@@ -24,8 +24,8 @@ inline std::vector<nghttp2_nv> to_nghttp2(const Headers& headers) {
   return out;
 }
 
-// A callback that may allocate: std::bad_alloc, the one exception there is, may not leave
-// through nghttp2's C. It ends the connection.
+// A callback that may allocate: std::bad_alloc, the one exception there is, may not
+// leave through nghttp2's C. It ends the connection.
 template <auto callback, class Result, class... Args>
 Result guarded(Args... args) {
   try {

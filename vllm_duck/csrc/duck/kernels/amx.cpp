@@ -12,8 +12,8 @@
 #include <cstring>
 #pragma GCC target("avx512f,avx512bw,avx512vl,fma")
 
-#include "duck/kernels/amx_products.h"
 #include "duck/kernels/amx_pipeline.h"
+#include "duck/kernels/amx_products.h"
 #include "duck/kernels/amx_weights.h"
 #include "simd/silu.h"
 

@@ -1,8 +1,8 @@
 // Tile products of one segment, and their way into the totals.
 #pragma once
 
-#include "simd/amx_tiles.h"
 #include "duck/kernels/kernel_table.h"
+#include "simd/amx_tiles.h"
 #include "simd/avx512.h"
 
 namespace duck {

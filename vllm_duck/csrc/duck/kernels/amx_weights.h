@@ -3,9 +3,9 @@
 
 #include <cstring>
 
-#include "simd/amx_tiles.h"
 #include "duck/kernels/few_rows.h"
 #include "duck/kernels/kernel_table.h"
+#include "simd/amx_tiles.h"
 #include "simd/avx512.h"
 
 namespace duck {

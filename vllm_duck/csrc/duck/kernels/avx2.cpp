@@ -10,8 +10,8 @@
 #include <cstring>
 #pragma GCC target("avx2,fma")
 
-#include "simd/avx2.h"
 #include "duck/kernels/vector_kernels.h"
+#include "simd/avx2.h"
 
 namespace duck {
 

@@ -10,8 +10,8 @@
 #include <cstring>
 #pragma GCC target("avx512f,avx512bw,avx512vl,fma")
 
-#include "simd/avx512.h"
 #include "duck/kernels/vector_kernels.h"
+#include "simd/avx512.h"
 
 namespace duck {
 

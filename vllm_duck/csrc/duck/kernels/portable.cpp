@@ -1,7 +1,8 @@
 // Kernels for any CPU.
+#include "simd/portable.h"
+
 #include <type_traits>
 
-#include "simd/portable.h"
 #include "duck/kernels/vector_kernels.h"
 
 namespace duck {

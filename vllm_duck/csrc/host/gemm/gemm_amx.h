@@ -4,8 +4,8 @@
 
 #include <immintrin.h>
 
-#include "simd/amx_tiles.h"
 #include "host/gemm/gemm.h"
+#include "simd/amx_tiles.h"
 
 namespace duck {
 namespace host {

@@ -59,8 +59,8 @@ struct VectorGemm {
 #pragma GCC unroll 4
         for (int pair = 0; pair < kTileK / 2; ++pair) {
           F w[2];
-          S::decode_bf16(
-              reinterpret_cast<const uint8_t*>(tile + pair * 2 * kColumns), w);
+          S::decode_bf16(reinterpret_cast<const uint8_t*>(tile + pair * 2 * kColumns),
+                         w);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
             const float* pair_at = at + r * padded_k + 2 * pair;
@@ -68,7 +68,8 @@ struct VectorGemm {
             odd[r] = S::add_exact_product(w[1], S::broadcast(pair_at[1]), odd[r]);
           }
         }
-        for (int r = 0; r < R; ++r) total[r] = S::add(total[r], S::add(even[r], odd[r]));
+        for (int r = 0; r < R; ++r)
+          total[r] = S::add(total[r], S::add(even[r], odd[r]));
       }
       for (int r = 0; r < R; ++r) S::store(c + r * kBlockStride + column, total[r]);
     }

@@ -56,8 +56,7 @@ void run_gemm(const Threads& threads, const Gemm& gemm) {
   int groups = gemm.b.groups();
   int row_units = (gemm.rows + 31) / 32, group_units = (groups + 1) / 2;
   bool by_rows = row_units > group_units;
-  int count =
-      num_workers(threads, gemm_work(gemm), by_rows ? row_units : group_units);
+  int count = num_workers(threads, gemm_work(gemm), by_rows ? row_units : group_units);
   threads.pool->run(count, [&](int worker) {
     Range all_rows = {0, gemm.rows}, all_groups = {0, groups};
     if (by_rows)

@@ -9,10 +9,10 @@
 #include <cstring>
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
 
-#include "simd/amx_probe.h"
+#include "host/gemm/gemm_amx.h"
 #include "host/kernels/attend.h"
 #include "host/kernels/decode_avx512.h"
-#include "host/gemm/gemm_amx.h"
+#include "simd/amx_probe.h"
 
 namespace {
 using namespace duck::host;

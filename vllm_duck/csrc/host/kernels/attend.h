@@ -13,8 +13,8 @@ namespace {
 constexpr int kPanelRows = 256;
 
 template <class G>
-void attend_panel(const Threads& threads, const AttentionCall& call, int begin, int rows,
-                  const LowRows& low) {
+void attend_panel(const Threads& threads, const AttentionCall& call, int begin,
+                  int rows, const LowRows& low) {
   const AttentionShape& shape = call.layer.shape;
   Arena::Mark mark = threads.shared->mark();
   QueryRows queries = project_queries<G>(threads, call, begin, rows, low);

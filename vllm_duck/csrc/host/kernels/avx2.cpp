@@ -7,8 +7,8 @@
 #include <cstring>
 #pragma GCC target("avx2,fma")
 
-#include "host/kernels/attend.h"
 #include "host/gemm/gemm_vector.h"
+#include "host/kernels/attend.h"
 #include "simd/avx2.h"
 
 namespace {

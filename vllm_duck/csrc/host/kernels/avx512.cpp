@@ -7,9 +7,9 @@
 #include <cstring>
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
 
+#include "host/gemm/gemm_vector.h"
 #include "host/kernels/attend.h"
 #include "host/kernels/decode_avx512.h"
-#include "host/gemm/gemm_vector.h"
 #include "simd/avx512.h"
 
 namespace {

@@ -37,13 +37,12 @@ struct Avx512Decode {
         _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
     __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
     __m512i sign = _mm512_slli_epi16(_mm512_sub_epi16(code, magnitude), 8);
-    __m512i value = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4),
-                                     _mm512_set1_epi16(120 << 7));
+    __m512i value =
+        _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
     // m * 2^-9 for m = 0..7; the index is taken modulo 32.
-    const __m512i subnormals = _mm512_castsi128_si512(_mm_setr_epi16(
-        0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
-    __mmask32 is_subnormal =
-        _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8));
+    const __m512i subnormals = _mm512_castsi128_si512(
+        _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    __mmask32 is_subnormal = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8));
     value = _mm512_mask_permutexvar_epi16(value, is_subnormal, magnitude, subnormals);
     __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f));
     value = _mm512_mask_mov_epi16(value, is_nan, _mm512_set1_epi16(0x7fc0));
@@ -54,11 +53,11 @@ struct Avx512Decode {
   static __m512i round(__m512 value) {
     __m512i bits = _mm512_castps_si512(value);
     __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(
-        bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff)));
+    __m512i rounded =
+        _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff)));
     __mmask16 is_number = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
-    return _mm512_mask_mov_epi32(_mm512_castps_si512(_mm512_set1_ps(__builtin_nanf(""))),
-                                 is_number, rounded);
+    return _mm512_mask_mov_epi32(
+        _mm512_castps_si512(_mm512_set1_ps(__builtin_nanf(""))), is_number, rounded);
   }
 };
 

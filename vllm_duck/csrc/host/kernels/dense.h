@@ -2,8 +2,8 @@
 // Include after the target pragma of the source that uses it; G names its kernels.
 #pragma once
 
-#include "host/kernels/kernels.h"
 #include "host/gemm/parallel.h"
+#include "host/kernels/kernels.h"
 #include "host/kernels/rows.h"
 
 namespace duck {

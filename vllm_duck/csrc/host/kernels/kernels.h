@@ -2,8 +2,8 @@
 #pragma once
 
 #include "host/gemm/packed.h"
-#include "host/kernels/step.h"
 #include "host/gemm/threads.h"
+#include "host/kernels/step.h"
 
 namespace duck {
 namespace host {

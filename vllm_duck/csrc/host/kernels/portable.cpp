@@ -1,7 +1,8 @@
 // The host's compute for any CPU.
-#include "host/kernels/attend.h"
-#include "host/gemm/gemm_vector.h"
 #include "simd/portable.h"
+
+#include "host/gemm/gemm_vector.h"
+#include "host/kernels/attend.h"
 
 namespace {
 using namespace duck::host;

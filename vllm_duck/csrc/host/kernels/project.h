@@ -3,8 +3,8 @@
 #pragma once
 
 #include "host/kernels/cache_rows.h"
-#include "host/kernels/kernels.h"
 #include "host/kernels/dense.h"
+#include "host/kernels/kernels.h"
 
 namespace duck {
 namespace host {
@@ -44,7 +44,8 @@ inline void split_down(const AttentionCall& call, const float* down, int row,
   const float* index_key = kv + shape.key_dim();
   const float* weight = index_key + shape.index_dim;
   for (int h = 0; h < shape.index_heads; ++h)
-    low.index_weight[size_t(row) * shape.index_heads + h] = weight[h] * shape.index_scale;
+    low.index_weight[size_t(row) * shape.index_heads + h] =
+        weight[h] * shape.index_scale;
   int64_t slot = row < call.step.num_rows ? call.step.slots[row] : -1;
   if (slot < 0) return;
   float *latent = scratch, *rope = scratch + shape.kv_lora;
@@ -63,8 +64,8 @@ inline void split_down(const AttentionCall& call, const float* down, int row,
 
 // Rows [begin, begin + rows): caches their keys and fills `low`.
 template <class G>
-void project_keys(const Threads& threads, const AttentionCall& call, int begin, int rows,
-                  const LowRows& low) {
+void project_keys(const Threads& threads, const AttentionCall& call, int begin,
+                  int rows, const LowRows& low) {
   const AttentionShape& shape = call.layer.shape;
   Arena::Mark mark = threads.shared->mark();
   Rows x = take_rows(threads.shared, rows, shape.hidden);
@@ -85,8 +86,9 @@ void project_keys(const Threads& threads, const AttentionCall& call, int begin, 
 }
 
 // One row of the up projection -> nope parts [heads], rotated rope and index queries.
-inline void split_up(const AttentionShape& shape, const float* up, const float* rotation,
-                     int row, const Rows& nope, const QueryRows& out) {
+inline void split_up(const AttentionShape& shape, const float* up,
+                     const float* rotation, int row, const Rows& nope,
+                     const QueryRows& out) {
   for (int h = 0; h < shape.heads; ++h, up += shape.qk_dim()) {
     size_t at = size_t(row) * shape.heads + h;
     narrow(up, shape.nope_dim, nope.row(int(at)));
@@ -107,8 +109,9 @@ QueryRows project_queries(const Threads& threads, const AttentionCall& call, int
                           int rows, const LowRows& low) {
   const AttentionShape& shape = call.layer.shape;
   int heads = shape.heads;
-  QueryRows out = {take_rows(threads.shared, rows * heads, shape.key_dim()),
-                   take_rows(threads.shared, rows * shape.index_heads, shape.index_dim)};
+  QueryRows out = {
+      take_rows(threads.shared, rows * heads, shape.key_dim()),
+      take_rows(threads.shared, rows * shape.index_heads, shape.index_dim)};
   Arena::Mark mark = threads.shared->mark();
   Rows nope = take_rows(threads.shared, rows * heads, shape.nope_dim);
   size_t n = call.layer.up.n;
@@ -117,12 +120,12 @@ QueryRows project_queries(const Threads& threads, const AttentionCall& call, int
                         Out::kFloat, up, n});
   for_rows(threads, rows, n * 8, [&](Range range, Arena*) {
     for (int r = range.begin; r < range.end; ++r)
-      split_up(shape, up + r * n, call.rotations + size_t(begin + r) * shape.rope_dim, r,
-               nope, out);
+      split_up(shape, up + r * n, call.rotations + size_t(begin + r) * shape.rope_dim,
+               r, nope, out);
   });
   run_heads<G>(threads, heads, [&](int head) -> Gemm {
-    return {nope.row(head), nope.stride * heads,    rows,
-            call.layer.key_up[head], Out::kBf16,    out.query.row(head),
+    return {nope.row(head),          nope.stride * heads, rows,
+            call.layer.key_up[head], Out::kBf16,          out.query.row(head),
             out.query.stride * heads};
   });
   threads.shared->release(mark);
@@ -138,13 +141,18 @@ void project_output(const Threads& threads, const AttentionCall& call, int begin
   Arena::Mark mark = threads.shared->mark();
   Rows values = take_rows(threads.shared, rows, heads * shape.v_dim);
   run_heads<G>(threads, heads, [&](int head) -> Gemm {
-    return {latent.row(head), latent.stride * heads, rows, call.layer.value_up[head],
-            Out::kBf16, values.data + head * shape.v_dim, values.stride};
+    return {latent.row(head),
+            latent.stride * heads,
+            rows,
+            call.layer.value_up[head],
+            Out::kBf16,
+            values.data + head * shape.v_dim,
+            values.stride};
   });
   size_t at = size_t(begin) * shape.hidden;
-  run_gemm<G>(threads, {values.data, values.stride, rows, call.layer.out, Out::kResidual,
-                        call.residual + at, size_t(shape.hidden), call.hidden + at,
-                        size_t(shape.hidden)});
+  run_gemm<G>(threads, {values.data, values.stride, rows, call.layer.out,
+                        Out::kResidual, call.residual + at, size_t(shape.hidden),
+                        call.hidden + at, size_t(shape.hidden)});
   norm_rows(threads,
             {call.layer.output_norm, rows, shape.hidden, call.residual + at,
              call.normed + at},

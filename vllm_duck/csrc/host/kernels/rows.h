@@ -5,8 +5,8 @@
 // Include after the target pragma of the source that uses it.
 #pragma once
 
-#include "simd/vec16.h"
 #include "simd/silu.h"
+#include "simd/vec16.h"
 
 namespace duck {
 namespace host {
@@ -51,7 +51,8 @@ inline float rms_scale(const float* x, int n, float eps) {
   return 1.0f / __builtin_sqrtf(sum_of_squares(x, n) / float(n) + eps);
 }
 
-inline void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
+inline void rms_norm(const float* x, const float* weight, int n, float eps,
+                     float* out) {
   float scale = rms_scale(x, n, eps);
   for (int i = 0; i < n; ++i) out[i] = x[i] * scale * weight[i];
 }

@@ -66,8 +66,8 @@ inline void pack_columns(const Rows& rows, int count, int k_tiles, uint16_t* til
 
 // Decodes index keys [from, from + count) of a request into packed tiles.
 template <class G>
-void pack_keys(const AttentionCall& call, int request, int from, int count, Arena* arena,
-               uint16_t* tiles, float* scales) {
+void pack_keys(const AttentionCall& call, int request, int from, int count,
+               Arena* arena, uint16_t* tiles, float* scales) {
   IndexRow format = index_row(call.layer.shape);
   int k_tiles = round_up(format.dim, kTileK) / kTileK;
   Arena::Mark mark = arena->mark();
@@ -85,8 +85,8 @@ void pack_keys(const AttentionCall& call, int request, int from, int count, Aren
 }
 
 // dots [heads][stride] -> scores of `count` positions.
-inline void reduce_heads(const float* dots, size_t stride, const float* weight, int heads,
-                         const float* scales, int count, float* scores) {
+inline void reduce_heads(const float* dots, size_t stride, const float* weight,
+                         int heads, const float* scales, int count, float* scores) {
   for (int i = 0; i < count; ++i) scores[i] = 0;
   for (int h = 0; h < heads; ++h) {
     const float* row = dots + h * stride;
@@ -117,8 +117,12 @@ void score_block(const Panel& panel, const Segment& segment, int block, Arena* a
   float* dots = take_floats(arena, size_t(rows_at_once) * heads * kKeyBlock);
   for (; row < segment.end; row += rows_at_once) {
     int rows = min_int(rows_at_once, segment.end - row);
-    Gemm gemm = {panel.queries.index.row(row * heads), panel.queries.index.stride,
-                 rows * heads, {tiles, shape.index_dim, count}, Out::kFloat, dots,
+    Gemm gemm = {panel.queries.index.row(row * heads),
+                 panel.queries.index.stride,
+                 rows * heads,
+                 {tiles, shape.index_dim, count},
+                 Out::kFloat,
+                 dots,
                  size_t(kKeyBlock)};
     G::run(gemm, {0, gemm.rows}, {0, gemm.b.groups()}, arena);
     for (int r = 0; r < rows; ++r) {
@@ -189,15 +193,15 @@ ChosenKeys gather_keys(const AttentionCall& call, const Segment& segment, int ro
   }
   for (int i = count; i < padded_count; ++i)
     std::memset(rows.row(i), 0, sizeof(uint16_t) * rows.stride);
-  auto* values = static_cast<uint16_t*>(arena->take(
-      sizeof(uint16_t) * padded_count * round_up(shape.kv_lora, kColumns)));
+  auto* values = static_cast<uint16_t*>(
+      arena->take(sizeof(uint16_t) * padded_count * round_up(shape.kv_lora, kColumns)));
   pack_values(rows, padded_count, shape.kv_lora, values);
   return {count, padded_count, rows, values};
 }
 
 // logits [count][16 heads] -> [heads][padded_count], scaled.
-inline void transpose_logits(const float* logits, int heads, int count, int padded_count,
-                             float scale, float* out) {
+inline void transpose_logits(const float* logits, int heads, int count,
+                             int padded_count, float scale, float* out) {
   for (int first = 0; first < count; first += kLanes) {
     Lanes rows[kLanes];
     for (int i = 0; i < kLanes; ++i) {
@@ -234,13 +238,14 @@ void attend_heads(const Panel& panel, int row, int first, int heads,
   Arena::Mark mark = arena->mark();
   int query_row = row * shape.heads + first;
   int k_tiles = round_up(shape.key_dim(), kTileK) / kTileK;
-  auto* tiles = static_cast<uint16_t*>(
-      arena->take(sizeof(uint16_t) * k_tiles * kTileElements));
+  auto* tiles =
+      static_cast<uint16_t*>(arena->take(sizeof(uint16_t) * k_tiles * kTileElements));
   const Rows& query = panel.queries.query;
   pack_columns({query.row(query_row), query.stride}, heads, k_tiles, tiles);
   float* logits = take_floats(arena, size_t(keys.count) * kColumns);
-  Gemm dots = {keys.rows.data, keys.rows.stride, keys.count,
-               {tiles, shape.key_dim(), kColumns}, Out::kFloat, logits, kColumns};
+  Gemm dots = {
+      keys.rows.data, keys.rows.stride, keys.count, {tiles, shape.key_dim(), kColumns},
+      Out::kFloat,    logits,           kColumns};
   G::run(dots, {0, keys.count}, {0, 1}, arena);
   Rows weights = take_rows(arena, heads, keys.padded_count);
   float* by_head = take_floats(arena, size_t(heads) * keys.padded_count);
@@ -251,8 +256,9 @@ void attend_heads(const Panel& panel, int row, int first, int heads,
                        keys.padded_count, weights.row(h));
   size_t n = shape.kv_lora;
   float* sums = take_floats(arena, heads * n);
-  Gemm mix = {weights.data, weights.stride, heads, {keys.values, keys.padded_count, int(n)},
-              Out::kFloat, sums, n};
+  Gemm mix = {
+      weights.data, weights.stride, heads, {keys.values, keys.padded_count, int(n)},
+      Out::kFloat,  sums,           n};
   G::run(mix, {0, heads}, {0, mix.b.groups()}, arena);
   for (int h = 0; h < heads; ++h) {
     uint16_t* out = panel.latent.row(query_row + h);
@@ -289,8 +295,8 @@ inline int take_segments(const Panel& panel, int begin, int end, Arena* arena,
       if (*count > 0 && num_decoded + positions > kMaxDecoded) break;
       num_decoded += positions;
     }
-    Segment segment = {request, row, min_int(last, row + kSegmentRows), visible,
-                       nullptr, 0, nullptr};
+    Segment segment = {
+        request, row, min_int(last, row + kSegmentRows), visible, nullptr, 0, nullptr};
     if (segment.num_positions() > shape.index_topk) {
       segment.stride = round_up(segment.num_positions(), 16);
       size_t size = size_t(segment.end - segment.begin) * segment.stride;
@@ -331,7 +337,8 @@ template <class G>
 void score_segments(const Threads& threads, const Panel& panel, const Segment* segments,
                     int count) {
   const AttentionShape& shape = panel.call->layer.shape;
-  auto* first_block = static_cast<int*>(threads.shared->take(sizeof(int) * (count + 1)));
+  auto* first_block =
+      static_cast<int*>(threads.shared->take(sizeof(int) * (count + 1)));
   first_block[0] = 0;
   for (int s = 0; s < count; ++s) {
     int blocks = (segments[s].num_positions() + kKeyBlock - 1) / kKeyBlock;
@@ -348,8 +355,8 @@ void score_segments(const Threads& threads, const Panel& panel, const Segment* s
 // Attends rows [begin, end), which the segments cover; the heads of few rows are shared
 // out too, each share with its own copy of the keys.
 template <class G>
-void attend_segments(const Threads& threads, const Panel& panel, const Segment* segments,
-                     int begin, int end) {
+void attend_segments(const Threads& threads, const Panel& panel,
+                     const Segment* segments, int begin, int end) {
   const AttentionShape& shape = panel.call->layer.shape;
   int rows = end - begin, groups = (shape.heads + kColumns - 1) / kColumns;
   int shares = max_int(1, min_int(groups, threads.count() / rows));
@@ -372,8 +379,8 @@ void attend_segments(const Threads& threads, const Panel& panel, const Segment* 
 template <class G>
 void attend_rows(const Threads& threads, const Panel& panel, int begin, int end) {
   Arena::Mark mark = threads.shared->mark();
-  auto* segments = static_cast<Segment*>(
-      threads.shared->take(sizeof(Segment) * (end - begin)));
+  auto* segments =
+      static_cast<Segment*>(threads.shared->take(sizeof(Segment) * (end - begin)));
   while (begin < end) {
     // A turn gives back what it takes: the next one needs as much.
     Arena::Mark turn = threads.shared->mark();

@@ -22,8 +22,8 @@ Step::Step(int num_requests, int block_size, const int32_t* row_begin,
 }
 
 StepView Step::view() const {
-  return {row_begin_.back(),     int(first_visible_.size()), block_size_,
-          row_begin_.data(),     first_visible_.data(),      slots_.data(),
+  return {row_begin_.back(), int(first_visible_.size()), block_size_,
+          row_begin_.data(), first_visible_.data(),      slots_.data(),
           blocks_.data()};
 }
 

@@ -17,7 +17,7 @@ namespace duck::stream {
 struct ClientOptions {
   std::vector<std::string> endpoints;
   std::vector<std::string> identities;  // of the ducks, see identity.py
-  std::string authorization;  // empty: none
+  std::string authorization;            // empty: none
   Patience patience;
   DType reply_dtype;
 };

@@ -1,5 +1,5 @@
-// The client to Python; executor/native/client.py is its only user and has checked plain
-// numbers.
+// The client to Python; executor/native/client.py is its only user and has checked
+// plain numbers.
 #include <algorithm>
 #include <cstdint>
 #include <memory>

@@ -1,8 +1,8 @@
 // Connects to the first of an endpoint's addresses that answers.
 //
-// The next address is tried when one has failed, or is silent for 250 ms; that one stays
-// in the race (RFC 8305). So an address that drops everything costs a moment, not the
-// call.
+// The next address is tried when one has failed, or is silent for 250 ms; that one
+// stays in the race (RFC 8305). So an address that drops everything costs a moment, not
+// the call.
 #pragma once
 
 #include <string>

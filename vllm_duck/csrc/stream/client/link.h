@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
-#include "stream/connection.h"
 #include "stream/client/dialer.h"
+#include "stream/connection.h"
 #include "stream/ticket.h"
 
 namespace duck::stream {
@@ -60,8 +60,8 @@ struct News {
 
 class Link : private Connection::Owner {
  public:
-  // `endpoints`: of the replicas, separated by |. `patience` and `news` are the client's
-  // and outlive this.
+  // `endpoints`: of the replicas, separated by |. `patience` and `news` are the
+  // client's and outlive this.
   Link(int index, const std::string& endpoints, const std::string& identity,
        const std::string& authorization, int epoll, const Patience* patience,
        std::vector<News>* news);

@@ -20,7 +20,8 @@ int Listeners::accept(uint64_t key, std::string* notice) {
   int listener = sockets_[size_t(key - first_key_)];
   int socket = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
   if (socket >= 0) return socket;
-  bool is_out = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+  bool is_out =
+      errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
   if (!is_out || is_resting_) return -1;
   if (!std::exchange(is_told_, true)) *notice = strerror(errno);
   is_resting_ = true;

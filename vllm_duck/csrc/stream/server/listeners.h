@@ -1,6 +1,6 @@
-// The sockets that a server listens on. When the process has no descriptor or memory for
-// another connection, they are not watched for a while: a connection that waits keeps
-// them ready, and the server would turn in a circle.
+// The sockets that a server listens on. When the process has no descriptor or memory
+// for another connection, they are not watched for a while: a connection that waits
+// keeps them ready, and the server would turn in a circle.
 #pragma once
 
 #include <cstdint>

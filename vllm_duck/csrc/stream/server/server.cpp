@@ -62,7 +62,8 @@ Server::Server(const ServerOptions& options)
   wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (epoll_ < 0 || wake_ < 0) throw std::runtime_error(strerror(errno));
   watch(epoll_, EPOLL_CTL_ADD, wake_, kWakeKey, EPOLLIN);
-  listeners_ = std::make_unique<Listeners>(options.listeners, epoll_, kFirstListenerKey);
+  listeners_ =
+      std::make_unique<Listeners>(options.listeners, epoll_, kFirstListenerKey);
 }
 
 Server::~Server() {

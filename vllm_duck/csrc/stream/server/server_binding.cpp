@@ -1,5 +1,5 @@
-// The server to Python; executor/native/server.py is its only user and has checked plain
-// numbers.
+// The server to Python; executor/native/server.py is its only user and has checked
+// plain numbers.
 #include <memory>
 
 #include "stream/server/server.h"
