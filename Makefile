@@ -11,6 +11,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_FLAGS ?= --quick
+CXX_FOLDERS := vllm_duck/csrc tests testing benchmarks
 # Each of them takes whole files, in random order, and up to 4 GB with its engines.
 TEST_PROCESSES ?= 2
 
@@ -32,6 +33,8 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	find $(CXX_FOLDERS) -name '*.h' -o -name '*.cpp' | \
+		xargs $(BIN)/clang-format --dry-run -Werror
 
 fresh:
 	scripts/fresh.sh

