@@ -66,13 +66,19 @@ def extension(name, folder, others, libraries=()):
 KERNEL = extension(
     "vllm_duck.executor._kernel",
     "duck",
-    ["base/crc32c.cpp", "base/pool.cpp", "stream/payload.cpp", "stream/proto.cpp"],
+    [
+        "base/crc32c.cpp",
+        "base/pool.cpp",
+        "simd/amx_probe.cpp",
+        "stream/payload.cpp",
+        "stream/proto.cpp",
+    ],
 )
 # The host's layers share the ducks' thread pool and vector headers.
 HOST = extension(
     "vllm_duck.models.cpu._host",
     "host",
-    ["base/arena.cpp", "base/huge_pages.cpp", "base/pool.cpp"],
+    ["base/arena.cpp", "base/huge_pages.cpp", "base/pool.cpp", "simd/amx_probe.cpp"],
 )
 # An extension of its own, so that the kernel works without nghttp2.
 STREAM = extension(

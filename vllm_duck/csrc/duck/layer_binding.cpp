@@ -79,7 +79,7 @@ PyObject* quantize_matrix(PyObject*, PyObject* const* args, Py_ssize_t num_args)
   bool is_bf16 = weight.code() == 'H';
   Format from = is_bf16 ? Format::kBf16 : Format::kE4m3, to = Format(v[2]);
   KAxis blocks(k, v[1], from), groups(k, v[1], to);
-  Py_ssize_t row_blocks = ceil_div(v[0] + rows, kBlock);
+  Py_ssize_t row_blocks = ceil_div(v[0] + rows, kScaleBlock);
   if (!is_bf16 &&
       (!scale.get(args[1], "scale", "f", {row_blocks, blocks.num_segments()}) ||
        !scale.require_contiguous("scale")))

@@ -35,8 +35,8 @@ void widen_row(const QuantizeSource& source, int row, float* out) {
     return;
   }
   KAxis blocks(source.num_k, source.k_position, Format::kE4m3);
-  const float* scales =
-      source.scales + size_t(source.row_phase + row) / kBlock * blocks.num_segments();
+  const float* scales = source.scales + size_t(source.row_phase + row) / kScaleBlock *
+                                            blocks.num_segments();
   for (int s = 0; s < blocks.num_segments(); ++s)
     for (int k = blocks.begin(s); k < blocks.end(s); ++k)
       out[k] = table.values[data[k]] * scales[s];

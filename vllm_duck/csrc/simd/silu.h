@@ -1,8 +1,8 @@
 // silu(gate) * up for one group, in steps that every compiler rounds alike.
 #pragma once
 
-#include "duck/kernels/layout.h"
 #include "simd/bf16.h"
+#include "simd/tile.h"
 
 namespace duck {
 namespace {

@@ -3,10 +3,6 @@
 #include "duck/kernels/kernel_table.h"
 
 #if defined(__x86_64__) && defined(__linux__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -15,6 +11,7 @@
 #include "duck/kernels/amx_pipeline.h"
 #include "duck/kernels/amx_products.h"
 #include "duck/kernels/amx_weights.h"
+#include "simd/amx_probe.h"
 #include "simd/silu.h"
 
 namespace duck {
@@ -48,7 +45,7 @@ void gather_segment(const ExpertRows& rows, const uint16_t* hidden, int k, int n
       __m512i values = _mm512_maskz_loadu_epi16(mask, row + t * kTileK);
       _mm512_store_si512(out + (size_t(t) * padded_rows + r) * kTileRowBytes, values);
     }
-    Avx512Simd::prefetch(row + kBlock);
+    Avx512Simd::prefetch(row + kScaleBlock);
   }
 }
 
@@ -312,62 +309,10 @@ size_t scratch_bytes(const LayerShape& shape, int max_rows) {
   return std::max({lone, few, many});
 }
 
-bool cpu_has_amx_bf16() {
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
-  return (d & kBf16) && (d & kTile);
-}
-
-// The kernel gives a process the big tile state only when asked.
-bool os_grants_tiles() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
-// The unit's order of additions is not architecturally nailed down well enough to bet
-// a model's bits on it: try it once, and leave a CPU that differs to AVX-512.
-bool adds_in_our_order() {
-  alignas(64) uint16_t a[32], b[16][kGroup][2];
-  alignas(64) float c[kGroup];
-  uint32_t state = 1;
-  auto next = [&] {
-    state = state * 1664525u + 1013904223u;
-    // 2^-8 .. 2^8 with random mantissas and signs.
-    return uint16_t((state >> 31 << 15) | ((119 + (state >> 20) % 17) << 7) |
-                    (state >> 8 & 0x7f));
-  };
-  for (int trial = 0; trial < 16; ++trial) {
-    for (auto& value : a) value = next();
-    for (auto& row : b)
-      for (auto& pair : row)
-        for (auto& value : pair) value = next();
-    tile_configure(1);
-    tile_load<4>(a, kTileRowBytes);
-    tile_load<6>(b, kTileRowBytes);
-    tile_multiply<0, 4, 6>();
-    tile_multiply<0, 4, 6>();
-    tile_store<0>(c, kTileRowBytes);
-    tile_release();
-    for (int i = 0; i < kGroup; ++i) {
-      float even = 0, odd = 0;
-      for (int p = 0; p < 16; ++p) {
-        even += bf16_to_float(a[2 * p]) * bf16_to_float(b[p][i][0]);
-        odd += bf16_to_float(a[2 * p + 1]) * bf16_to_float(b[p][i][1]);
-      }
-      float once = even + odd;
-      if (c[i] != once + once) return false;
-    }
-  }
-  return true;
-}
-
 }  // namespace
 
 const KernelTable* amx_kernels() {
-  static const bool usable = avx512_kernels() && cpu_has_amx_bf16() &&
-                             os_grants_tiles() && adds_in_our_order();
-  if (!usable) return nullptr;
+  if (!avx512_kernels() || !amx_is_usable()) return nullptr;
   static const KernelTable table = {"amx",          kVectorRows, vectors().widen,
                                     scratch_bytes,  gate_up,     down,
                                     vectors().read, tile_release};

@@ -12,7 +12,7 @@ namespace duck {
 namespace {
 
 // Of the longest segment of any format.
-constexpr int kSegmentTileBytes = kBlock / kTileK * kTileBytes;
+constexpr int kSegmentTileBytes = kScaleBlock / kTileK * kTileBytes;
 
 // One 64-byte line of weights -> lines of bf16 pairs.
 template <Format kFormat, bool kAnyZeroExponent>

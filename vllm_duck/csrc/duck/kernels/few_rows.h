@@ -290,7 +290,7 @@ SegmentCursor<kFormat> down_few(const ExpertRows& rows, int first_row,
     segment_dot<S, kFormat, R>(cursor, num_k, block_scales + s, inputs, padded_k,
                                total);
     cursor.advance(num_k);
-    padded_k += ceil_div(num_k, kTileK) * kTileK;
+    padded_k += round_up(num_k, kTileK);
   }
   for (int r = 0; r < R; ++r)
     add_weighted_group<S>(rows.weights[first_row + r], total[r],
@@ -353,7 +353,7 @@ void down_few_all(const ExpertRows& rows, int begin, int end, float* y, size_t y
                                      y_stride);
     });
     cursor = next;
-    if ((group + 1) * kGroup % kBlock == 0) block_scales += column_blocks;
+    if ((group + 1) * kGroup % kScaleBlock == 0) block_scales += column_blocks;
   }
 }
 

@@ -27,13 +27,11 @@
 #include <cstdint>
 
 #include "simd/inline.h"
+#include "simd/tile.h"
 
 namespace duck {
 
-constexpr int kGroup = 16;
-constexpr int kTileK = 32;
 constexpr int kStepK = 4;
-constexpr int kBlock = 128;
 
 // e4m3 weights are decoded as value * 2^-8 (it saves an addition for each exponent;
 // AVX2 has another factor for some, see kInputScale, whose products are the same); the
@@ -66,8 +64,6 @@ constexpr bool is_grouped(Format format) {
   return format == Format::kInt8 || format == Format::kInt4;
 }
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 // The k axis of one matrix, cut where scale blocks begin. `phase` is the position of
 // k = 0 within its block.
 struct KAxis {
@@ -95,8 +91,7 @@ struct KAxis {
   // tile of 32 never reaches into a neighbour.
   int padded_begin(int segment) const {
     int at = 0;
-    for (int s = 0; s < segment; ++s)
-      at += ceil_div(end(s) - begin(s), kTileK) * kTileK;
+    for (int s = 0; s < segment; ++s) at += round_up(end(s) - begin(s), kTileK);
     return at;
   }
   int padded_length() const { return padded_begin(num_segments()); }
@@ -120,8 +115,8 @@ struct LayerShape {
   }
   int column_groups() const { return columns / kGroup; }
   int hidden_groups() const { return hidden / kGroup; }
-  int column_blocks() const { return ceil_div(column_phase + columns, kBlock); }
-  int hidden_blocks() const { return ceil_div(hidden, kBlock); }
+  int column_blocks() const { return ceil_div(column_phase + columns, kScaleBlock); }
+  int hidden_blocks() const { return ceil_div(hidden, kScaleBlock); }
 
   // Bytes of one group (of one matrix), and of all groups of one expert.
   size_t gate_group_bytes() const {
@@ -200,13 +195,13 @@ struct ExpertView {
 
   // What gate_up_scale() and down_scale() take their number from: [segment].
   DUCK_INLINE const float* gate_up_block_scales(int group, int matrix) const {
-    int block = (shape->column_phase + group * kGroup) / kBlock;
+    int block = (shape->column_phase + group * kGroup) / kScaleBlock;
     int row = matrix * shape->column_blocks() + block;
     return scales + size_t(row) * shape->hidden_blocks();
   }
   DUCK_INLINE const float* down_block_scales(int group) const {
     size_t blocks = size_t(shape->column_blocks()) * shape->hidden_blocks();
-    size_t row = size_t(group * kGroup / kBlock) * shape->column_blocks();
+    size_t row = size_t(group * kGroup / kScaleBlock) * shape->column_blocks();
     return scales + 2 * blocks + row;
   }
 

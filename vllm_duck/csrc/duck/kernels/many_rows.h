@@ -21,11 +21,11 @@ constexpr int kRowsAtOnce = S::kRegisters >= 32 ? 6 : 3;
 
 template <class S>
 constexpr int padded_rows(int num_rows) {
-  return ceil_div(num_rows, kRowsAtOnce<S>) * kRowsAtOnce<S>;
+  return round_up(num_rows, kRowsAtOnce<S>);
 }
 
 // One segment of one matrix as fp32 [k][16], padded with zeros to a whole tile.
-using SegmentFloats = float[kBlock][kGroup];
+using SegmentFloats = float[kScaleBlock][kGroup];
 
 template <class S, Format kFormat>
 void decode_segment(const uint8_t* segment, int num_k, SegmentFloats out) {
@@ -98,7 +98,7 @@ struct ManyScratch {
   ManyScratch(uint8_t* scratch, size_t x_floats)
       : w(reinterpret_cast<SegmentFloats*>(scratch)),
         x(reinterpret_cast<float*>(scratch + 2 * sizeof(SegmentFloats))),
-        totals(x + ceil_div(int(x_floats), 16) * 16) {}
+        totals(x + round_up(int(x_floats), 16)) {}
   static size_t bytes(size_t x_floats, size_t total_floats) {
     return 2 * sizeof(SegmentFloats) + (x_floats + total_floats + 16) * sizeof(float);
   }
@@ -122,14 +122,14 @@ void gate_up_many(const ExpertRows& rows, int begin, int end, const HiddenRows& 
   const LayerShape& shape = *expert.shape;
   KAxis axis = shape.gate_up_axis();
   int num_rows = padded_rows<S>(rows.num_rows);
-  ManyScratch scratch(scratch_at, size_t(num_rows) * kBlock);
+  ManyScratch scratch(scratch_at, size_t(num_rows) * kScaleBlock);
   size_t group_floats = size_t(num_rows) * 2 * kGroup;
   for (int first = begin; first < end; first += kManyGroups) {
     int groups = end - first < kManyGroups ? end - first : kManyGroups;
     std::memset(scratch.totals, 0, groups * group_floats * sizeof(float));
     for (int s = 0; s < axis.num_segments(); ++s) {
       int k = axis.begin(s), num_k = axis.end(s) - k;
-      int padded_k = ceil_div(num_k, kTileK) * kTileK;
+      int padded_k = round_up(num_k, kTileK);
       widen_rows(rows, hidden.bf16, k, num_k, padded_k, scratch.x);
       for (int g = 0; g < groups; ++g) {
         const uint8_t* from =

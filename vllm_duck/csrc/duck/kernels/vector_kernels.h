@@ -12,7 +12,8 @@ template <class S>
 struct VectorKernels {
   static size_t scratch_bytes(const LayerShape& shape, int max_rows) {
     size_t rows = padded_rows<S>(max_rows), stride = shape.act_stride();
-    size_t gate_up = ManyScratch::bytes(rows * kBlock, rows * kManyGroups * 2 * kGroup);
+    size_t gate_up =
+        ManyScratch::bytes(rows * kScaleBlock, rows * kManyGroups * 2 * kGroup);
     size_t down = ManyScratch::bytes(rows * stride, rows * 2 * kGroup);
     return gate_up > down ? gate_up : down;
   }

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kSlackRows = 15;
 // Floats from one row of a block of C to the next: two groups.
-constexpr int kBlockStride = 2 * kColumns;
+constexpr int kBlockStride = 2 * kGroup;
 
 inline int min_int(int a, int b) { return a < b ? a : b; }
 inline int max_int(int a, int b) { return a > b ? a : b; }
@@ -53,33 +53,33 @@ struct Range {
 };
 
 inline void finish_group(const Gemm& gemm, int row, int group, const float* c) {
-  int first = group * kColumns;
-  int count = min_int(gemm.b.n - first, kColumns);
+  int first = group * kGroup;
+  int count = min_int(gemm.b.n - first, kGroup);
   size_t at = size_t(row) * gemm.c_stride + first;
   if (gemm.out == Out::kFloat) {
     auto* out = static_cast<float*>(gemm.c) + at;
-    if (count == kColumns)
-      for (int i = 0; i < kColumns; ++i) out[i] = c[i];
+    if (count == kGroup)
+      for (int i = 0; i < kGroup; ++i) out[i] = c[i];
     else
       for (int i = 0; i < count; ++i) out[i] = c[i];
     return;
   }
-  alignas(64) uint16_t rounded[kColumns];
+  alignas(64) uint16_t rounded[kGroup];
   if (gemm.out == Out::kResidual) {
     const uint16_t* residual = gemm.residual + row * gemm.residual_stride + first;
-    alignas(64) uint16_t old[kColumns] = {};
-    if (count == kColumns)
-      for (int i = 0; i < kColumns; ++i) old[i] = residual[i];
+    alignas(64) uint16_t old[kGroup] = {};
+    if (count == kGroup)
+      for (int i = 0; i < kGroup; ++i) old[i] = residual[i];
     else
       for (int i = 0; i < count; ++i) old[i] = residual[i];
-    for (int i = 0; i < kColumns; ++i)
+    for (int i = 0; i < kGroup; ++i)
       rounded[i] = bf16_from_float(bf16_to_float(old[i]) + c[i]);
   } else {
-    for (int i = 0; i < kColumns; ++i) rounded[i] = bf16_from_float(c[i]);
+    for (int i = 0; i < kGroup; ++i) rounded[i] = bf16_from_float(c[i]);
   }
   auto* out = static_cast<uint16_t*>(gemm.c) + at;
-  if (count == kColumns)
-    for (int i = 0; i < kColumns; ++i) out[i] = rounded[i];
+  if (count == kGroup)
+    for (int i = 0; i < kGroup; ++i) out[i] = rounded[i];
   else
     for (int i = 0; i < count; ++i) out[i] = rounded[i];
 }
@@ -90,12 +90,12 @@ inline void finish_block(const Gemm& gemm, int row, int num_rows, int group,
   for (int r = 0; r < num_rows; ++r, c += kBlockStride) {
     if (gemm.out == Out::kGated) {
       auto* out = static_cast<uint16_t*>(gemm.c);
-      silu_mul_group(c, c + kColumns,
-                     out + size_t(row + r) * gemm.c_stride + group / 2 * kColumns);
+      silu_mul_group(c, c + kGroup,
+                     out + size_t(row + r) * gemm.c_stride + group / 2 * kGroup);
       continue;
     }
     for (int g = 0; g < num_groups; ++g)
-      finish_group(gemm, row + r, group + g, c + g * kColumns);
+      finish_group(gemm, row + r, group + g, c + g * kGroup);
   }
 }
 

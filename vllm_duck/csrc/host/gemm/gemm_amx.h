@@ -15,9 +15,9 @@ struct AmxGemm {
   // One share of a GEMM: `rows` x `groups` (an even first group if gated).
   static void run(const Gemm& gemm, Range rows, Range groups, Arena*) {
     // As even as possible: 17 rows are two tiles of 9, not one of 16 and one of 1.
-    int num_tiles = (rows.size() + kTileRows - 1) / kTileRows;
+    int num_tiles = ceil_div(rows.size(), kTileRows);
     if (num_tiles == 0) return;
-    int per_tile = (rows.size() + num_tiles - 1) / num_tiles;
+    int per_tile = ceil_div(rows.size(), num_tiles);
     tile_configure(per_tile);
     alignas(64) float c[2 * kTileRows * kBlockStride];
     for (int group = groups.begin; group < groups.end; group += 2) {
@@ -25,12 +25,12 @@ struct AmxGemm {
       for (int row = rows.begin; row < rows.end; row += 2 * per_tile) {
         int num_rows = min_int(2 * per_tile, rows.end - row);
         int row_tiles = num_rows > per_tile ? 2 : 1;
-        bool is_whole = (group + num_groups) * kColumns <= gemm.b.n;
+        bool is_whole = (group + num_groups) * kGroup <= gemm.b.n;
         // Whole tiles of fp32 go straight to where they belong.
         if (is_whole && gemm.out == Out::kFloat && num_rows == row_tiles * per_tile) {
           float* out = static_cast<float*>(gemm.c) + row * gemm.c_stride;
           multiply_any(gemm, row, per_tile, row_tiles, group, num_groups,
-                       {out + group * kColumns, gemm.c_stride});
+                       {out + group * kGroup, gemm.c_stride});
           continue;
         }
         multiply_any(gemm, row, per_tile, row_tiles, group, num_groups,
@@ -70,9 +70,9 @@ struct AmxGemm {
   // are never denormal, and of a NaN only the payload may differ.
   static void store_bf16(const Gemm& gemm, int row, int num_rows, int group,
                          const float* c) {
-    auto* out = static_cast<uint16_t*>(gemm.c) + row * gemm.c_stride + group * kColumns;
+    auto* out = static_cast<uint16_t*>(gemm.c) + row * gemm.c_stride + group * kGroup;
     for (int r = 0; r < num_rows; ++r, out += gemm.c_stride, c += kBlockStride) {
-      __m512 low = _mm512_load_ps(c), high = _mm512_load_ps(c + kColumns);
+      __m512 low = _mm512_load_ps(c), high = _mm512_load_ps(c + kGroup);
       _mm512_storeu_si512(out, __m512i(_mm512_cvtne2ps_pbh(high, low)));
     }
   }
@@ -102,9 +102,9 @@ struct AmxGemm {
     ptrdiff_t c_stride = ptrdiff_t(block.stride * sizeof(float));
     float *c = block.c, *below = c + per_tile * block.stride;
     tile_store<0>(c, c_stride);
-    if (kGroups == 2) tile_store<1>(c + kColumns, c_stride);
+    if (kGroups == 2) tile_store<1>(c + kGroup, c_stride);
     if (kRowTiles == 2) tile_store<2>(below, c_stride);
-    if (kRowTiles == 2 && kGroups == 2) tile_store<3>(below + kColumns, c_stride);
+    if (kRowTiles == 2 && kGroups == 2) tile_store<3>(below + kGroup, c_stride);
   }
 };
 

@@ -39,7 +39,7 @@ struct VectorGemm {
     for (int group = groups.begin; group < groups.end; group += 2) {
       int num_groups = min_int(2, groups.end - group);
       for (int g = 0; g < num_groups; ++g)
-        dot<R>(x, gemm.b.group(group + g), k_tiles, c + g * kColumns);
+        dot<R>(x, gemm.b.group(group + g), k_tiles, c + g * kGroup);
       finish_block(gemm, row, R, group, num_groups, c);
     }
   }
@@ -48,7 +48,7 @@ struct VectorGemm {
   template <int R>
   static void dot(const float* x, const uint16_t* group, int k_tiles, float* c) {
     int padded_k = k_tiles * kTileK;
-    for (int column = 0; column < kColumns; column += S::kLanes) {
+    for (int column = 0; column < kGroup; column += S::kLanes) {
       F total[R];
       for (int r = 0; r < R; ++r) total[r] = S::zero();
       for (int t = 0; t < k_tiles; ++t) {
@@ -59,8 +59,7 @@ struct VectorGemm {
 #pragma GCC unroll 4
         for (int pair = 0; pair < kTileK / 2; ++pair) {
           F w[2];
-          S::decode_bf16(reinterpret_cast<const uint8_t*>(tile + pair * 2 * kColumns),
-                         w);
+          S::decode_bf16(reinterpret_cast<const uint8_t*>(tile + pair * 2 * kGroup), w);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
             const float* pair_at = at + r * padded_k + 2 * pair;

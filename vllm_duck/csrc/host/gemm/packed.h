@@ -10,23 +10,18 @@
 #include <cstdint>
 
 #include "base/huge_pages.h"
+#include "simd/tile.h"
 
 namespace duck {
 namespace host {
-
-constexpr int kColumns = 16;
-constexpr int kTileK = 32;
-constexpr int kTileElements = kColumns * kTileK;
-
-constexpr int round_up(int size, int unit) { return (size + unit - 1) / unit * unit; }
 
 struct PackedView {
   const uint16_t* tiles;
   int k;
   int n;
 
-  int k_tiles() const { return (k + kTileK - 1) / kTileK; }
-  int groups() const { return (n + kColumns - 1) / kColumns; }
+  int k_tiles() const { return ceil_div(k, kTileK); }
+  int groups() const { return ceil_div(n, kGroup); }
   const uint16_t* group(int g) const {
     return tiles + size_t(g) * k_tiles() * kTileElements;
   }

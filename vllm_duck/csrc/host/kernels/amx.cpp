@@ -2,10 +2,6 @@
 #include "host/kernels/kernels.h"
 
 #if defined(__x86_64__) && defined(__linux__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cstring>
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
 

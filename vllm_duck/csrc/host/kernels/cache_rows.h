@@ -8,8 +8,6 @@ namespace duck {
 namespace host {
 namespace {
 
-// Elements that share one fp32 scale.
-constexpr int kScaleTile = 128;
 constexpr float kE4m3Max = 448.0f;
 
 // |x| <= 448, to nearest even; NaN stays NaN.
@@ -36,29 +34,29 @@ inline float e4m3_to_float(uint8_t code) {
   return float_from_bits(bits | uint32_t(code & 0x80u) << 24);
 }
 
-// How an instruction set reads the kScaleTile e4m3 codes of one tile.
+// How an instruction set reads the kScaleBlock e4m3 codes of one tile.
 struct PlainDecode {
   // -> bf16(number * scale).
   static void scaled(const uint8_t* codes, float scale, uint16_t* out) {
-    for (int i = 0; i < kScaleTile; ++i)
+    for (int i = 0; i < kScaleBlock; ++i)
       out[i] = bf16_from_float(e4m3_to_float(codes[i]) * scale);
   }
   // -> the numbers in bf16, exactly.
   static void exact(const uint8_t* codes, uint16_t* out) {
-    for (int i = 0; i < kScaleTile; ++i)
+    for (int i = 0; i < kScaleBlock; ++i)
       out[i] = uint16_t(bits_from_float(e4m3_to_float(codes[i])) >> 16);
   }
 };
 
 // Writes n e4m3 codes and then n / 128 scales.
 inline void quantize(const float* x, int n, uint8_t* out) {
-  for (int tile = 0; tile < n / kScaleTile; ++tile) {
-    const float* at = x + tile * kScaleTile;
-    uint8_t* codes = out + tile * kScaleTile;
-    float scale = max_magnitude(at, kScaleTile) / kE4m3Max;
+  for (int tile = 0; tile < n / kScaleBlock; ++tile) {
+    const float* at = x + tile * kScaleBlock;
+    uint8_t* codes = out + tile * kScaleBlock;
+    float scale = max_magnitude(at, kScaleBlock) / kE4m3Max;
     // Zeros, or so close to them that the scale is: nothing may divide by zero.
     if (!(scale > 0)) scale = 1.0f;
-    for (int i = 0; i < kScaleTile; ++i) {
+    for (int i = 0; i < kScaleBlock; ++i) {
       float value = at[i] / scale;
       value = value > kE4m3Max ? kE4m3Max : value;
       value = value < -kE4m3Max ? -kE4m3Max : value;
@@ -74,7 +72,7 @@ struct LatentRow {
 
   int rope_offset() const {
     if (!is_fp8) return 2 * latent_dim;
-    return latent_dim + latent_dim / kScaleTile * int(sizeof(float));
+    return latent_dim + latent_dim / kScaleBlock * int(sizeof(float));
   }
   int bytes() const { return rope_offset() + 2 * rope_dim; }
 
@@ -93,10 +91,10 @@ struct LatentRow {
       std::memcpy(out, row, size_t(bytes()));
       return;
     }
-    for (int tile = 0; tile < latent_dim / kScaleTile; ++tile) {
+    for (int tile = 0; tile < latent_dim / kScaleBlock; ++tile) {
       float scale;
       std::memcpy(&scale, row + latent_dim + tile * sizeof scale, sizeof scale);
-      Decode::scaled(row + tile * kScaleTile, scale, out + tile * kScaleTile);
+      Decode::scaled(row + tile * kScaleBlock, scale, out + tile * kScaleBlock);
     }
     std::memcpy(out + latent_dim, row + rope_offset(), size_t(2 * rope_dim));
   }

@@ -13,7 +13,7 @@ namespace {
 struct Avx512Decode {
   static void scaled(const uint8_t* codes, float scale, uint16_t* out) {
     __m512 factor = _mm512_set1_ps(scale);
-    for (int i = 0; i < kScaleTile; i += 32) {
+    for (int i = 0; i < kScaleBlock; i += 32) {
       __m512i numbers = to_bf16(codes + i);
       __m512i even = _mm512_slli_epi32(numbers, 16);
       __m512i odd = _mm512_and_si512(numbers, _mm512_set1_epi32(int32_t(0xffff0000u)));
@@ -27,7 +27,7 @@ struct Avx512Decode {
   }
 
   static void exact(const uint8_t* codes, uint16_t* out) {
-    for (int i = 0; i < kScaleTile; i += 32)
+    for (int i = 0; i < kScaleBlock; i += 32)
       _mm512_storeu_si512(out + i, to_bf16(codes + i));
   }
 

@@ -54,7 +54,7 @@ void mlp_call(const Threads& threads, const MlpCall& call) {
     Arena::Mark mark = threads.shared->mark();
     Rows x = copy_rows(threads.shared, call.x + begin * hidden, rows, int(hidden));
     // Whole groups: the columns past the last are silu(0) * 0.
-    Rows act = take_rows(threads.shared, rows, round_up(call.columns, kColumns));
+    Rows act = take_rows(threads.shared, rows, round_up(call.columns, kGroup));
     run_gemm<G>(threads, {x.data, x.stride, rows, call.gate_up, Out::kGated, act.data,
                           act.stride});
     Gemm down = {act.data, act.stride, rows, call.down, Out::kFloat, nullptr, hidden};

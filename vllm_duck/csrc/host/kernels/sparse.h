@@ -60,7 +60,7 @@ inline void pack_columns(const Rows& rows, int count, int k_tiles, uint16_t* til
       pairs[i] = load_lanes(rows.row(i < count ? i : 0) + t * kTileK);
     transpose(pairs);
     for (int i = 0; i < kLanes; ++i)
-      store_lanes(tiles + t * kTileElements + i * 2 * kColumns, pairs[i]);
+      store_lanes(tiles + t * kTileElements + i * 2 * kGroup, pairs[i]);
   }
 }
 
@@ -71,9 +71,9 @@ void pack_keys(const AttentionCall& call, int request, int from, int count,
   IndexRow format = index_row(call.layer.shape);
   int k_tiles = round_up(format.dim, kTileK) / kTileK;
   Arena::Mark mark = arena->mark();
-  Rows rows = take_rows(arena, kColumns, format.dim);
-  for (int first = 0; first < count; first += kColumns) {
-    int columns = min_int(kColumns, count - first);
+  Rows rows = take_rows(arena, kGroup, format.dim);
+  for (int first = 0; first < count; first += kGroup) {
+    int columns = min_int(kGroup, count - first);
     for (int i = 0; i < columns; ++i) {
       int64_t slot = call.step.slot(request, from + first + i);
       const uint8_t* row = call.index_cache + slot * format.bytes();
@@ -160,12 +160,12 @@ inline int choose_positions(const Segment& segment, int row, int topk, Arena* ar
 
 // Tile by tile: neighbours in `out` are then written one after the other.
 inline void pack_values(const Rows& keys, int padded_count, int dim, uint16_t* out) {
-  for (int first = 0; first < dim; first += kColumns)
-    for (int pair = 0; pair < padded_count / 2; ++pair, out += 2 * kColumns) {
+  for (int first = 0; first < dim; first += kGroup)
+    for (int pair = 0; pair < padded_count / 2; ++pair, out += 2 * kGroup) {
       const uint16_t* even = keys.row(2 * pair) + first;
       const uint16_t* odd = keys.row(2 * pair + 1) + first;
-      uint32_t both[kColumns];
-      for (int i = 0; i < kColumns; ++i) both[i] = even[i] | uint32_t(odd[i]) << 16;
+      uint32_t both[kGroup];
+      for (int i = 0; i < kGroup; ++i) both[i] = even[i] | uint32_t(odd[i]) << 16;
       std::memcpy(out, both, sizeof both);
     }
 }
@@ -194,7 +194,7 @@ ChosenKeys gather_keys(const AttentionCall& call, const Segment& segment, int ro
   for (int i = count; i < padded_count; ++i)
     std::memset(rows.row(i), 0, sizeof(uint16_t) * rows.stride);
   auto* values = static_cast<uint16_t*>(
-      arena->take(sizeof(uint16_t) * padded_count * round_up(shape.kv_lora, kColumns)));
+      arena->take(sizeof(uint16_t) * padded_count * round_up(shape.kv_lora, kGroup)));
   pack_values(rows, padded_count, shape.kv_lora, values);
   return {count, padded_count, rows, values};
 }
@@ -206,7 +206,7 @@ inline void transpose_logits(const float* logits, int heads, int count,
     Lanes rows[kLanes];
     for (int i = 0; i < kLanes; ++i) {
       int row = min_int(first + i, count - 1);
-      rows[i] = load_lanes(logits + size_t(row) * kColumns) * scale;
+      rows[i] = load_lanes(logits + size_t(row) * kGroup) * scale;
     }
     transpose(rows);
     for (int h = 0; h < heads; ++h)
@@ -242,15 +242,15 @@ void attend_heads(const Panel& panel, int row, int first, int heads,
       static_cast<uint16_t*>(arena->take(sizeof(uint16_t) * k_tiles * kTileElements));
   const Rows& query = panel.queries.query;
   pack_columns({query.row(query_row), query.stride}, heads, k_tiles, tiles);
-  float* logits = take_floats(arena, size_t(keys.count) * kColumns);
+  float* logits = take_floats(arena, size_t(keys.count) * kGroup);
   Gemm dots = {
-      keys.rows.data, keys.rows.stride, keys.count, {tiles, shape.key_dim(), kColumns},
-      Out::kFloat,    logits,           kColumns};
+      keys.rows.data, keys.rows.stride, keys.count, {tiles, shape.key_dim(), kGroup},
+      Out::kFloat,    logits,           kGroup};
   G::run(dots, {0, keys.count}, {0, 1}, arena);
   Rows weights = take_rows(arena, heads, keys.padded_count);
   float* by_head = take_floats(arena, size_t(heads) * keys.padded_count);
   transpose_logits(logits, heads, keys.count, keys.padded_count, shape.scale, by_head);
-  float total[kColumns];
+  float total[kGroup];
   for (int h = 0; h < heads; ++h)
     total[h] = softmax(by_head + size_t(h) * keys.padded_count, keys.count,
                        keys.padded_count, weights.row(h));
@@ -358,7 +358,7 @@ template <class G>
 void attend_segments(const Threads& threads, const Panel& panel,
                      const Segment* segments, int begin, int end) {
   const AttentionShape& shape = panel.call->layer.shape;
-  int rows = end - begin, groups = (shape.heads + kColumns - 1) / kColumns;
+  int rows = end - begin, groups = ceil_div(shape.heads, kGroup);
   int shares = max_int(1, min_int(groups, threads.count() / rows));
   size_t work = size_t(shape.index_topk) * shape.key_dim() * (1 + shape.heads / 8);
   for_items(threads, rows * shares, work / shares, [&](int item, Arena* arena) {
@@ -368,7 +368,7 @@ void attend_segments(const Threads& threads, const Panel& panel,
     ChosenKeys keys = gather_keys<G>(*panel.call, segments[s], row, arena);
     Range mine = share(groups, 1, item % shares, shares);
     for (int g = mine.begin; g < mine.end; ++g) {
-      int head = g * kColumns, heads = min_int(kColumns, shape.heads - head);
+      int head = g * kGroup, heads = min_int(kGroup, shape.heads - head);
       attend_heads<G>(panel, row, head, heads, keys, arena);
     }
     arena->release(mark);
