@@ -68,6 +68,7 @@ KERNEL = extension(
     "duck",
     [
         "base/crc32c.cpp",
+        "base/huge_pages.cpp",
         "base/pool.cpp",
         "simd/amx_probe.cpp",
         "stream/payload.cpp",

@@ -6,7 +6,6 @@
 #include "base/huge_pages.h"
 
 namespace duck {
-namespace host {
 namespace {
 
 constexpr size_t kMinBlock = 2 << 20;
@@ -63,5 +62,4 @@ void Arena::reset() {
   }
 }
 
-}  // namespace host
 }  // namespace duck

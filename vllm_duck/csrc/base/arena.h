@@ -7,7 +7,6 @@
 #include <vector>
 
 namespace duck {
-namespace host {
 
 class Arena {
  public:
@@ -40,5 +39,4 @@ class Arena {
   size_t most_bytes_ = 0;
 };
 
-}  // namespace host
 }  // namespace duck

@@ -6,7 +6,6 @@
 #include <new>
 
 namespace duck {
-namespace host {
 namespace {
 
 constexpr size_t kHugePage = size_t(2) << 20;
@@ -48,5 +47,4 @@ std::shared_ptr<uint8_t> take_huge(size_t num_bytes) {
   return {current, at};
 }
 
-}  // namespace host
 }  // namespace duck

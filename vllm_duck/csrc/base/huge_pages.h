@@ -1,5 +1,5 @@
-// Memory for weights in huge pages, where the system has them: a walk through the page
-// tables for each 4 KiB would cost as much as the reading.
+// Memory for weights and scratch in huge pages, where the system has them: a walk
+// through the page tables for each 4 KiB would cost as much as the reading.
 #pragma once
 
 #include <cstddef>
@@ -7,10 +7,8 @@
 #include <memory>
 
 namespace duck {
-namespace host {
 
 // Zeroed, 64-byte aligned. Small pieces share a mapping, which goes with its last one.
 std::shared_ptr<uint8_t> take_huge(size_t num_bytes);
 
-}  // namespace host
 }  // namespace duck

@@ -1,10 +1,9 @@
 #include "duck/layer.h"
 
-#include <sys/mman.h>
-
 #include <cmath>
 #include <cstring>
-#include <new>
+
+#include "base/huge_pages.h"
 
 namespace duck {
 namespace {
@@ -155,21 +154,9 @@ bool fix_scales(const float* source, size_t count, float* out) {
 
 }  // namespace
 
-Mapping::Mapping(size_t num_bytes) : size_(num_bytes) {
-  void* at =
-      mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-  madvise(at, size_, MADV_HUGEPAGE);
-#endif
-  data_ = static_cast<uint8_t*>(at);
-}
-
-Mapping::~Mapping() { munmap(data_, size_); }
-
 Layer::Layer(const LayerShape& shape)
     : shape_(shape),
-      weights_(shape.expert_bytes() * shape.num_experts),
+      weights_(take_huge(weight_bytes())),
       marks_(shape.expert_marks() * shape.num_experts),
       scales_(shape.expert_scales() * shape.num_experts, 1.0f),
       loaded_(new std::atomic<bool>[shape.num_experts]) {
@@ -177,15 +164,15 @@ Layer::Layer(const LayerShape& shape)
 }
 
 size_t Layer::resident_bytes() const {
-  return weights_.size() + marks_.size() + scales_.size() * sizeof(float);
+  return weight_bytes() + marks_.size() + scales_.size() * sizeof(float);
 }
 
 uint8_t* Layer::expert_data(int expert) {
-  return weights_.data() + shape_.expert_bytes() * expert;
+  return weights_.get() + shape_.expert_bytes() * expert;
 }
 
 ExpertView Layer::expert(int expert) const {
-  return {&shape_, weights_.data() + shape_.expert_bytes() * expert,
+  return {&shape_, weights_.get() + shape_.expert_bytes() * expert,
           marks_.data() + shape_.expert_marks() * expert,
           scales_.data() + shape_.expert_scales() * expert};
 }

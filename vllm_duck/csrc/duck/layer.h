@@ -21,28 +21,12 @@ struct SourceMatrix {
 
 enum class PackResult { kOk, kBadWeight, kBadScale };
 
-// Zero pages from the kernel, with huge pages asked for: a 4 KiB page walk each
-// 64 lines costs bandwidth.
-class Mapping {
- public:
-  explicit Mapping(size_t num_bytes);
-  ~Mapping();
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
-  uint8_t* data() const { return data_; }
-  size_t size() const { return size_; }
-
- private:
-  uint8_t* data_;
-  size_t size_;
-};
-
 class Layer {
  public:
   explicit Layer(const LayerShape& shape);
 
   const LayerShape& shape() const { return shape_; }
-  size_t weight_bytes() const { return weights_.size(); }
+  size_t weight_bytes() const { return shape_.expert_bytes() * shape_.num_experts; }
   size_t resident_bytes() const;
   uint8_t* expert_data(int expert);
   ExpertView expert(int expert) const;
@@ -60,7 +44,7 @@ class Layer {
   bool pack_block_scales(int expert, int matrix, const float* source);
 
   LayerShape shape_;
-  Mapping weights_;
+  std::shared_ptr<uint8_t> weights_;
   std::vector<uint8_t> marks_;
   std::vector<float> scales_;
   std::unique_ptr<std::atomic<bool>[]> loaded_;
