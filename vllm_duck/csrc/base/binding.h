@@ -7,7 +7,10 @@
 
 #include <cstddef>
 #include <exception>
+#include <memory>
 #include <new>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace duck::binding {
@@ -41,50 +44,50 @@ void with_gil_if_short(size_t num_bytes, const Work& work) {
   work();
 }
 
-// The bytes of a C-contiguous Python object, held as long as this lives.
-class BytesView {
- public:
-  BytesView() = default;
-  ~BytesView() {
-    if (held_) PyBuffer_Release(&buffer_);
-  }
-  BytesView(const BytesView&) = delete;
-  BytesView& operator=(const BytesView&) = delete;
-
-  bool get(PyObject* object, int flags = PyBUF_SIMPLE) {
-    held_ = PyObject_GetBuffer(object, &buffer_, flags) == 0;
-    return held_;
-  }
-  // Exactly this many bytes.
-  bool get(PyObject* object, size_t num_bytes, int flags = PyBUF_SIMPLE) {
-    if (!get(object, flags)) return false;
-    if (size() == num_bytes) return true;
-    PyErr_Format(PyExc_ValueError, "expected a buffer of %zu bytes, got %zu", num_bytes,
-                 size());
-    return false;
-  }
-  void* data() const { return buffer_.buf; }
-  size_t size() const { return size_t(buffer_.len); }
-
- private:
-  Py_buffer buffer_{};
-  bool held_ = false;
-};
+// What the capsules of a class are called.
+template <class T>
+inline constexpr const char* capsule_name = nullptr;
 
 template <class T>
-T* from_capsule(PyObject* capsule, const char* name) {
-  return static_cast<T*>(PyCapsule_GetPointer(capsule, name));
+T* from_capsule(PyObject* capsule) {
+  return static_cast<T*>(PyCapsule_GetPointer(capsule, capsule_name<T>));
 }
 
 template <class T>
 void destroy(PyObject* capsule) {
-  delete static_cast<T*>(PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule)));
+  delete from_capsule<T>(capsule);
 }
 
-inline bool require_args(Py_ssize_t got, Py_ssize_t expected) {
-  if (got == expected) return true;
-  PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, got);
-  return false;
+template <class T>
+PyObject* to_capsule(std::unique_ptr<T> object) {
+  PyObject* capsule = PyCapsule_New(object.get(), capsule_name<T>, destroy<T>);
+  if (capsule) object.release();
+  return capsule;
+}
+
+inline std::string to_string(PyObject* text) {
+  Py_ssize_t size;
+  const char* found = PyUnicode_AsUTF8AndSize(text, &size);
+  return found ? std::string(found, size_t(size)) : std::string();
+}
+
+inline PyObject* to_text(const std::string& text) {
+  return PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace");
+}
+
+inline PyObject* to_bytes(const void* data, size_t size) {
+  return PyBytes_FromStringAndSize(static_cast<const char*>(data), Py_ssize_t(size));
+}
+
+// make_item(index) -> a new reference, or null with an error set
+template <class MakeItem>
+PyObject* make_list(size_t size, const MakeItem& make_item) {
+  PyObject* list = PyList_New(Py_ssize_t(size));
+  for (size_t i = 0; list && i < size; ++i) {
+    PyObject* item = make_item(i);
+    if (!item || PyList_SetItem(list, Py_ssize_t(i), item) < 0) Py_CLEAR(list);
+  }
+  return list;
 }
 
 inline PyObject* raise(const std::exception& error) {
@@ -93,40 +96,16 @@ inline PyObject* raise(const std::exception& error) {
   return nullptr;
 }
 
-// What Python calls: an exception of `function` becomes Python's. It may not leave
-// through the interpreter's C, where it would end the process.
-template <auto function, class... Args>
-PyObject* guarded(Args... args) {
-  try {
-    return function(args...);
-  } catch (const std::exception& error) {
-    return raise(error);
-  }
-}
-
-using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
-
-template <FastFunction function>
-PyMethodDef fast(const char* name) {
-  FastFunction entry = guarded<function, PyObject*, PyObject* const*, Py_ssize_t>;
-  auto* erased = reinterpret_cast<void (*)()>(entry);
-  return {name, reinterpret_cast<PyCFunction>(erased), METH_FASTCALL, nullptr};
-}
-
-// Of one argument.
-template <PyCFunction function>
-PyMethodDef single(const char* name) {
-  return {name, guarded<function, PyObject*, PyObject*>, METH_O, nullptr};
-}
-
-template <PyCFunction function>
-PyMethodDef no_args(const char* name) {
-  return {name, guarded<function, PyObject*, PyObject*>, METH_NOARGS, nullptr};
-}
+// DuckShapeError, as of make_module().
+inline PyObject* shape_error = nullptr;
 
 // Called once, by the module's init function.
 inline PyObject* make_module(const char* name, const char* doc,
                              std::vector<PyMethodDef> functions) {
+  PyObject* errors = PyImport_ImportModule("vllm_duck.errors");
+  if (errors) shape_error = PyObject_GetAttrString(errors, "DuckShapeError");
+  Py_XDECREF(errors);
+  if (!shape_error) return nullptr;
   static std::vector<PyMethodDef> methods;
   methods = std::move(functions);
   methods.push_back({nullptr, nullptr, 0, nullptr});

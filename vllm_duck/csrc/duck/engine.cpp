@@ -14,7 +14,7 @@ namespace {
 
 // Longer calls are cut: a row's bits do not depend on its neighbours, and scratch
 // stays bounded.
-constexpr int kMaxTokens = 2048;
+constexpr int kMaxRows = 2048;
 
 // Below this many bytes of weights a call costs less than waking another thread.
 constexpr size_t kBytesPerWorker = 256 << 10;
@@ -32,8 +32,8 @@ constexpr int kManyGroups = 4;
 constexpr int kDownChunk = 32;
 constexpr size_t kSumBytes = 512 << 10;
 
-int down_chunk(int num_tokens) {
-  size_t fitting = kSumBytes / (size_t(num_tokens) * kGroup * sizeof(float));
+int down_chunk(uint32_t num_rows) {
+  size_t fitting = kSumBytes / (size_t(num_rows) * kGroup * sizeof(float));
   return int(std::clamp<size_t>(fitting / 4 * 4, 4, kDownChunk));
 }
 
@@ -54,6 +54,24 @@ void* Buffer::reserve(size_t num_bytes) {
   return data_.get();
 }
 
+std::vector<const KernelTable*> supported_kernels() {
+  return supported(
+      {amx_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()});
+}
+
+std::string misfit(const ForwardCall& call, int n_routed_experts) {
+  uint32_t rows = call.num_rows, topk = call.num_topk;
+  if (topk == 0 || rows > (1u << 24) / topk)
+    return "topk_ids must have 1 to 2^24 entries, got " + std::to_string(rows) + " x " +
+           std::to_string(topk);
+  for (size_t i = 0; i < size_t(rows) * topk; ++i)
+    if (uint32_t(call.topk_ids[i]) >= uint32_t(n_routed_experts))
+      return "topk_ids must be in [0, " + std::to_string(n_routed_experts) + "), got " +
+             std::to_string(call.topk_ids[i]) + " in row " + std::to_string(i / topk) +
+             "; the router and the duck disagree about n_routed_experts";
+  return "";
+}
+
 Engine::Engine(const KernelTable* kernels, int num_threads,
                const std::vector<int>& cpus)
     : kernels_(kernels),
@@ -61,23 +79,23 @@ Engine::Engine(const KernelTable* kernels, int num_threads,
       scratch_(num_threads),
       y_(num_threads) {}
 
-void Engine::forward(const Call& call) {
+void Engine::forward(const LayerCall& call) {
   std::lock_guard<std::mutex> lock(mutex_);
   FlushDenormals flush;
-  int hidden = call.layer->shape().hidden;
-  for (int t = 0; t < call.num_tokens; t += kMaxTokens) {
-    Call part = call;
-    part.num_tokens = std::min(kMaxTokens, call.num_tokens - t);
+  int hidden = call.layer->shape().hidden_size;
+  for (uint32_t t = 0; t < call.num_rows; t += kMaxRows) {
+    LayerCall part = call;
+    part.num_rows = std::min<uint32_t>(kMaxRows, call.num_rows - t);
     part.hidden += size_t(t) * hidden;
-    part.topk_ids += size_t(t) * call.topk;
-    part.topk_weights += size_t(t) * call.topk;
+    part.topk_ids += size_t(t) * call.num_topk;
+    part.topk_weights += size_t(t) * call.num_topk;
     if (part.out_fp32) part.out_fp32 += size_t(t) * hidden;
     if (part.out_bf16) part.out_bf16 += size_t(t) * hidden;
     forward_rows(part);
   }
 }
 
-void Engine::forward_rows(const Call& call) {
+void Engine::forward_rows(const LayerCall& call) {
   const LayerShape& shape = call.layer->shape();
   int num_pairs = plan(call);
   size_t stride = shape.act_stride();
@@ -91,7 +109,7 @@ void Engine::forward_rows(const Call& call) {
       int(std::min<size_t>(pool_.num_threads(), 1 + work / kBytesPerWorker));
   for (int w = 0; w < num_workers; ++w) {
     scratch_[w].reserve(kernels_->scratch_bytes(shape, max_rows_));
-    y_[w].reserve(size_t(call.num_tokens) * down_chunk(call.num_tokens) * kGroup *
+    y_[w].reserve(size_t(call.num_rows) * down_chunk(call.num_rows) * kGroup *
                   sizeof(float));
   }
   gate_up_phase(call, num_workers, widen_hidden(call));
@@ -99,9 +117,9 @@ void Engine::forward_rows(const Call& call) {
 }
 
 // Fills active_ with the rows of each expert of the shard; returns the number of pairs.
-int Engine::plan(const Call& call) {
+int Engine::plan(const LayerCall& call) {
   int num_experts = call.layer->shape().num_experts;
-  int num_ids = call.num_tokens * call.topk;
+  int num_ids = call.num_rows * call.num_topk;
   expert_begin_.assign(num_experts + 1, 0);
   for (int i = 0; i < num_ids; ++i) {
     unsigned local = unsigned(call.topk_ids[i] - call.expert_lo);
@@ -124,18 +142,18 @@ int Engine::plan(const Call& call) {
     unsigned local = unsigned(call.topk_ids[i] - call.expert_lo);
     if (local >= unsigned(num_experts)) continue;
     int at = expert_begin_[local]++;
-    pair_tokens_[at] = i / call.topk;
+    pair_tokens_[at] = i / call.num_topk;
     pair_weights_[at] = call.topk_weights[i];
   }
   return num_pairs;
 }
 
-HiddenRows Engine::widen_hidden(const Call& call) {
+HiddenRows Engine::widen_hidden(const LayerCall& call) {
   const LayerShape& shape = call.layer->shape();
-  size_t hidden = shape.hidden;
-  auto* fp32 = static_cast<float*>(
-      hidden_fp32_.reserve(call.num_tokens * hidden * sizeof(float)));
-  hidden_unscale_.assign(call.num_tokens, 0);
+  size_t hidden = shape.hidden_size;
+  auto* fp32 =
+      static_cast<float*>(hidden_fp32_.reserve(call.num_rows * hidden * sizeof(float)));
+  hidden_unscale_.assign(call.num_rows, 0);
   for (const auto& rows : active_) {
     if (rows.num_rows > kernels_->few_rows) continue;
     for (int r = 0; r < rows.num_rows; ++r) {
@@ -149,7 +167,7 @@ HiddenRows Engine::widen_hidden(const Call& call) {
   return {call.hidden, fp32, hidden_unscale_.data()};
 }
 
-void Engine::gate_up_phase(const Call& call, int num_workers,
+void Engine::gate_up_phase(const LayerCall& call, int num_workers,
                            const HiddenRows& hidden) {
   int groups = call.layer->shape().column_groups();
   bool is_many = pair_tokens_.size() > kManyRows * active_.size();
@@ -166,16 +184,16 @@ void Engine::gate_up_phase(const Call& call, int num_workers,
 
 // A unit owns a range of the output for all rows and goes through the experts in
 // rising id: so the sums need no locks and have one order.
-void Engine::down_phase(const Call& call, int num_workers) {
+void Engine::down_phase(const LayerCall& call, int num_workers) {
   int groups = call.layer->shape().hidden_groups();
   int num_regions = std::min(num_workers, groups);
-  Regions regions(groups, 1, num_regions, down_chunk(call.num_tokens));
+  Regions regions(groups, 1, num_regions, down_chunk(call.num_rows));
   pool_.run(num_workers, [&](int worker) {
     auto* scratch = static_cast<uint8_t*>(scratch_[worker].reserve(0));
     auto* y = static_cast<float*>(y_[worker].reserve(0));
     regions.work(worker % num_regions, [&](int, int begin, int end) {
       size_t num_columns = size_t(end - begin) * kGroup;
-      std::memset(y, 0, call.num_tokens * num_columns * sizeof(float));
+      std::memset(y, 0, call.num_rows * num_columns * sizeof(float));
       for (const auto& rows : active_)
         kernels_->down(rows, begin, end, y, num_columns, scratch);
       write_out(call, y, begin * kGroup, int(num_columns));
@@ -184,10 +202,10 @@ void Engine::down_phase(const Call& call, int num_workers) {
   });
 }
 
-void Engine::write_out(const Call& call, const float* y, int first_column,
+void Engine::write_out(const LayerCall& call, const float* y, int first_column,
                        int num_columns) {
-  size_t hidden = call.layer->shape().hidden;
-  for (int t = 0; t < call.num_tokens; ++t, y += num_columns) {
+  size_t hidden = call.layer->shape().hidden_size;
+  for (uint32_t t = 0; t < call.num_rows; ++t, y += num_columns) {
     size_t at = t * hidden + first_column;
     if (call.out_fp32)
       std::memcpy(call.out_fp32 + at, y, num_columns * sizeof(float));

@@ -6,22 +6,23 @@
 #include <string>
 #include <vector>
 
+#include "base/compute.h"
 #include "base/pool.h"
 #include "duck/kernels/kernel_table.h"
 #include "duck/layer.h"
+#include "simd/dispatch.h"
 
 namespace duck {
 
-struct Call {
+// Best first.
+std::vector<const KernelTable*> supported_kernels();
+
+// Why no layer can compute a call's rows; empty if its layer can.
+std::string misfit(const ForwardCall& call, int n_routed_experts);
+
+struct LayerCall : ForwardCall {
   const Layer* layer;
-  const uint16_t* hidden;     // [T][hidden] bf16
-  const int32_t* topk_ids;    // [T][A], global
-  const float* topk_weights;  // [T][A]
-  int num_tokens;
-  int topk;
-  int expert_lo;       // global id of the layer's first expert
-  float* out_fp32;     // [T][hidden]: this one,
-  uint16_t* out_bf16;  // or this one
+  int expert_lo;  // global id of the layer's first expert
 };
 
 // A piece of zeroed or grown memory, 64-byte aligned, kept between calls.
@@ -44,8 +45,8 @@ class Engine {
   const char* isa() const { return kernels_->name; }
   int num_threads() const { return pool_.num_threads(); }
 
-  // Calls from several threads take turns. Ids must be valid.
-  void forward(const Call& call);
+  // Calls from several threads take turns. It must fit.
+  void forward(const LayerCall& call);
 
   // Has each worker write the memory that it will read, so that on a NUMA machine the
   // pages are local to it. Before the layer is loaded.
@@ -56,12 +57,13 @@ class Engine {
   float read_weights(const Layer& layer);
 
  private:
-  void forward_rows(const Call& call);
-  int plan(const Call& call);
-  HiddenRows widen_hidden(const Call& call);
-  void gate_up_phase(const Call& call, int num_workers, const HiddenRows& hidden);
-  void down_phase(const Call& call, int num_workers);
-  void write_out(const Call& call, const float* y, int first_column, int num_columns);
+  void forward_rows(const LayerCall& call);
+  int plan(const LayerCall& call);
+  HiddenRows widen_hidden(const LayerCall& call);
+  void gate_up_phase(const LayerCall& call, int num_workers, const HiddenRows& hidden);
+  void down_phase(const LayerCall& call, int num_workers);
+  void write_out(const LayerCall& call, const float* y, int first_column,
+                 int num_columns);
 
   const KernelTable* kernels_;
   Pool pool_;

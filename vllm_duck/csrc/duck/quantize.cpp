@@ -34,8 +34,8 @@ void widen_row(const QuantizeSource& source, int row, float* out) {
     for (int k = 0; k < source.num_k; ++k) out[k] = bf16_to_float(bits[k]);
     return;
   }
-  KAxis blocks(source.num_k, source.k_position, Format::kE4m3);
-  const float* scales = source.scales + size_t(source.row_phase + row) / kScaleBlock *
+  KAxis blocks(source.num_k, source.k_offset, Format::kE4m3);
+  const float* scales = source.scales + size_t(source.row_offset + row) / kScaleBlock *
                                             blocks.num_segments();
   for (int s = 0; s < blocks.num_segments(); ++s)
     for (int k = blocks.begin(s); k < blocks.end(s); ++k)
@@ -76,7 +76,7 @@ void encode(const float* values, int count, float step, int low, int high,
 
 bool quantize(const QuantizeSource& source, Format format, uint8_t* codes,
               uint16_t* scales) {
-  KAxis groups(source.num_k, source.k_position, format);
+  KAxis groups(source.num_k, source.k_offset, format);
   bool is_int4 = format == Format::kInt4;
   std::vector<float> values(source.num_k);
   std::vector<int8_t> row_codes(source.num_k);

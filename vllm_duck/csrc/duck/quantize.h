@@ -12,9 +12,9 @@ struct QuantizeSource {
   ptrdiff_t row_bytes;
   const float* scales;  // [blocks of rows][blocks of k]
   int num_rows;
-  int row_phase;  // of row 0 within its block of 128
+  int row_offset;  // of row 0 within its block of 128
   int num_k;
-  int k_position;  // of k = 0, counted from the start of a block of 128
+  int k_offset;  // of k = 0, counted from the start of a block of 128
 };
 
 // `codes` [rows][k] int8, or two int4 a byte with the even k below; `scales` bf16

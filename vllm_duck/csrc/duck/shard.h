@@ -22,7 +22,7 @@ class Shard {
                                size_t error_bytes);
 
  private:
-  bool fits(const ForwardCall& call, char* error, size_t error_bytes) const;
+  std::string misfit(const ForwardCall& call) const;
 
   Engine* engine_;
   int expert_lo_;

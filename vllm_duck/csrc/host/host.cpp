@@ -3,21 +3,13 @@
 namespace duck {
 namespace host {
 
-std::vector<const Calls*> supported_calls() {
-  std::vector<const Calls*> found;
-  for (auto* calls : {amx_calls(), avx512_calls(), avx2_calls(), portable_calls()})
-    if (calls) found.push_back(calls);
-  return found;
+std::vector<const HostKernels*> supported_kernels() {
+  return supported(
+      {amx_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()});
 }
 
-const Calls* find_calls(const std::string& name) {
-  for (auto* calls : supported_calls())
-    if (name.empty() || name == calls->name) return calls;
-  return nullptr;
-}
-
-Host::Host(const Calls* calls, int num_threads, size_t work_per_thread)
-    : calls_(calls),
+Host::Host(const HostKernels* kernels, int num_threads, size_t work_per_thread)
+    : kernels_(kernels),
       pool_(num_threads, {}),
       workers_(num_threads),
       work_per_thread_(work_per_thread) {}

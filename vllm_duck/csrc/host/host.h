@@ -7,21 +7,19 @@
 #include <vector>
 
 #include "host/kernels/kernels.h"
+#include "simd/dispatch.h"
 
 namespace duck {
 namespace host {
 
 // Best first.
-std::vector<const Calls*> supported_calls();
-
-// By name, or the best for an empty name; null if this CPU or build lacks it.
-const Calls* find_calls(const std::string& name);
+std::vector<const HostKernels*> supported_kernels();
 
 class Host {
  public:
-  Host(const Calls* calls, int num_threads, size_t work_per_thread);
+  Host(const HostKernels* kernels, int num_threads, size_t work_per_thread);
 
-  const char* isa() const { return calls_->name; }
+  const char* isa() const { return kernels_->name; }
   int num_threads() const { return pool_.num_threads(); }
 
   // The most scratch memory that calls have held at once, in bytes.
@@ -30,11 +28,12 @@ class Host {
   // Throws what a share of the call throws: std::bad_alloc, where scratch is short. The
   // next call is not affected.
   template <class Call>
-  void run(void (*Calls::*entry)(const Threads&, const Call&), const Call& call) {
+  void run(void (*HostKernels::*kernel)(const Threads&, const Call&),
+           const Call& call) {
     std::lock_guard<std::mutex> lock(mutex_);
     FlushDenormals flush;
     Cleared scratch = {this};
-    (calls_->*entry)({&pool_, &shared_, workers_.data(), work_per_thread_}, call);
+    (kernels_->*kernel)({&pool_, &shared_, workers_.data(), work_per_thread_}, call);
   }
 
  private:
@@ -45,7 +44,7 @@ class Host {
   };
   void reset();
 
-  const Calls* calls_;
+  const HostKernels* kernels_;
   Pool pool_;
   std::mutex mutex_;
   Arena shared_;

@@ -15,6 +15,11 @@ struct Norm {
   NormView view() const { return {weight.data(), eps}; }
 };
 
+Norm copy_norm(const float* weight, int size, float eps);
+
+// [n][k] bf16, contiguous.
+PackedMatrix pack_rows(const uint16_t* data, int n, int k);
+
 struct Linear {
   PackedMatrix weight;
 };

@@ -5,8 +5,10 @@
 
 namespace {
 
-PyObject* nghttp2_version_text(PyObject*, PyObject*) {
-  return PyUnicode_FromString(nghttp2_version(0)->version_str);
+using namespace duck::binding;
+
+PyObject* nghttp2_version_text(Arguments& args) {
+  return args.done() ? to_text(nghttp2_version(0)->version_str) : nullptr;
 }
 
 }  // namespace
@@ -14,8 +16,7 @@ PyObject* nghttp2_version_text(PyObject*, PyObject*) {
 PyMODINIT_FUNC PyInit__stream() {
   auto functions = duck::stream::client_functions();
   for (auto& function : duck::stream::server_functions()) functions.push_back(function);
-  functions.push_back(duck::binding::no_args<nghttp2_version_text>("nghttp2_version"));
-  return duck::binding::make_module("_stream",
-                                    "See vllm_duck.executor.native.client and server.",
-                                    std::move(functions));
+  functions.push_back(method<nghttp2_version_text>("nghttp2_version"));
+  return make_module("_stream", "See vllm_duck.executor.native.client and server.",
+                     std::move(functions));
 }

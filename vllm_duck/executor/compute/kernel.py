@@ -73,11 +73,11 @@ class LayerWeights:
         self.column_offset = column_offset
         self.weight_format = weight_format
         self._handle = _kernel.layer_new(
-            num_experts,
-            hidden_size,
-            num_columns,
-            column_offset,
-            WEIGHT_FORMATS.index(weight_format),
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            num_columns=num_columns,
+            column_offset=column_offset,
+            format=WEIGHT_FORMATS.index(weight_format),
         )
 
     @property

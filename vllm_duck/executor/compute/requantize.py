@@ -101,8 +101,13 @@ def _quantize(
     codes = np.empty((num_rows, num_k // 2 if is_int4 else num_k), np.uint8)
     groups = num_groups(k_offset, num_k, GROUP_SIZES[weight_format])
     scales = np.empty((num_rows, groups), np.uint16)
-    format_id = WEIGHT_FORMATS.index(weight_format)
     is_finite = _kernel.quantize(
-        weight, scale, row_offset, k_offset, format_id, codes, scales
+        weight,
+        scale,
+        row_offset=row_offset,
+        k_offset=k_offset,
+        format=WEIGHT_FORMATS.index(weight_format),
+        codes=codes,
+        scales=scales,
     )
     return codes if is_finite else None, scales

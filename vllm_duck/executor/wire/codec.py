@@ -15,7 +15,7 @@ Invariants, pinned by tests:
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -98,15 +98,15 @@ def encode_request(
     """Write a request, copying each tensor once."""
     num_rows, hidden_size = request.hidden.shape
     return _kernel.encode_request(
-        request_id,
-        request.layer_idx,
-        num_rows,
-        hidden_size,
-        request.topk_ids.shape[1],
-        _WIRE_DTYPE[reply_dtype],
-        request.hidden,
-        request.topk_ids,
-        request.topk_weights,
+        request_id=request_id,
+        reply_dtype=_WIRE_DTYPE[reply_dtype],
+        layer_idx=request.layer_idx,
+        num_rows=num_rows,
+        hidden_size=hidden_size,
+        num_topk=request.topk_ids.shape[1],
+        hidden=request.hidden,
+        topk_ids=request.topk_ids,
+        topk_weights=request.topk_weights,
     )
 
 
@@ -121,17 +121,23 @@ def decode_request(message: bytes) -> DecodedRequest:
     parsed = _kernel.parse_request(message)
     if isinstance(parsed, int):
         raise _unsound("duck.v1.ForwardRequest", message, parsed)
-    request_id, layer_idx, rows, hidden_size, topk, dtype, *positions, misfit = parsed
-    if misfit:
-        raise RequestShapeError(misfit, request_id=request_id)
-    hidden_at, ids_at, weights_at = positions
+    if parsed["misfit"]:
+        raise RequestShapeError(parsed["misfit"], request_id=parsed["request_id"])
+    num_rows = parsed["num_rows"]
+    hidden_shape = num_rows, parsed["hidden_size"]
+    topk_shape = num_rows, parsed["num_topk"]
+
+    def tensor(name: str, dtype: Any, shape: tuple[int, int]) -> Any:
+        return _aligned(_tensor(message, parsed[f"{name}_at"], dtype, shape))
+
     request = MoeRequest(
-        layer_idx=layer_idx,
-        hidden=_aligned(_tensor(message, hidden_at, BF16, (rows, hidden_size))),
-        topk_ids=_aligned(_tensor(message, ids_at, _I32, (rows, topk))),
-        topk_weights=_aligned(_tensor(message, weights_at, F32, (rows, topk))),
+        layer_idx=parsed["layer_idx"],
+        hidden=tensor("hidden", BF16, hidden_shape),
+        topk_ids=tensor("topk_ids", _I32, topk_shape),
+        topk_weights=tensor("topk_weights", F32, topk_shape),
     )
-    return DecodedRequest(request_id, request, _REPLY_DTYPE[dtype])
+    reply_dtype = _REPLY_DTYPE[parsed["reply_dtype"]]
+    return DecodedRequest(parsed["request_id"], request, reply_dtype)
 
 
 def encode_reply(
@@ -141,7 +147,13 @@ def encode_reply(
     num_rows, hidden_size = partial.shape
     dtype = _WIRE_DTYPE["bf16" if partial.dtype == BF16 else "fp32"]
     return _kernel.encode_reply(
-        request_id, num_rows, hidden_size, dtype, queue_us, compute_us, partial
+        request_id=request_id,
+        num_rows=num_rows,
+        hidden_size=hidden_size,
+        dtype=dtype,
+        queue_us=queue_us,
+        compute_us=compute_us,
+        partial=partial,
     )
 
 
@@ -160,15 +172,14 @@ def decode_reply(message: bytes) -> DecodedReply:
     parsed = _kernel.parse_reply(message)
     if isinstance(parsed, int):
         raise _unsound("duck.v1.ForwardReply", message, parsed)
-    request_id, status, error, num_rows, hidden_size, dtype = parsed[:6]
-    queue_us, compute_us, partial_at, has_checksum, misfit = parsed[6:]
+    status = parsed["status"]
     is_ok = status == ReplyStatus.OK
-    if not has_checksum:
+    if not parsed["has_checksum"]:
         problem = "it has no checksum"
     elif status not in _STATUSES:
         problem = f"{status} is not a valid ReplyStatus"
     else:
-        problem = misfit if is_ok else ""
+        problem = parsed["misfit"] if is_ok else ""
     if problem:
         raise DuckProtocolError(
             f"expected a duck.v1.ForwardReply, got {len(message)} bytes that are not "
@@ -176,15 +187,16 @@ def decode_reply(message: bytes) -> DecodedReply:
         )
     partial = None
     if is_ok:
-        np_dtype = NUMPY_DTYPE[_REPLY_DTYPE[dtype]]
-        partial = _tensor(message, partial_at, np_dtype, (num_rows, hidden_size))
+        np_dtype = NUMPY_DTYPE[_REPLY_DTYPE[parsed["dtype"]]]
+        shape = parsed["num_rows"], parsed["hidden_size"]
+        partial = _tensor(message, parsed["partial_at"], np_dtype, shape)
     return DecodedReply(
-        request_id=request_id,
+        request_id=parsed["request_id"],
         status=ReplyStatus(status),
-        error=error.decode(errors="replace"),
+        error=parsed["error"].decode(errors="replace"),
         partial=partial,
-        queue_us=queue_us,
-        compute_us=compute_us,
+        queue_us=parsed["queue_us"],
+        compute_us=parsed["compute_us"],
     )
 
 

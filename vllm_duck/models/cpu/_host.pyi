@@ -8,10 +8,11 @@ Handle: TypeAlias = object
 Memory: TypeAlias = int | npt.NDArray[np.generic]
 
 def supported_isas() -> list[str]: ...
-def host_new(num_threads: int, isa: str, work_per_thread: int, /) -> Handle | None: ...
-def host_isa(host: Handle, /) -> str: ...
-def host_scratch_bytes(host: Handle, /) -> int: ...
+def host_new(num_threads: int, isa: str, work_per_thread: int) -> Handle | None: ...
+def host_isa(host: Handle) -> str: ...
+def host_scratch_bytes(host: Handle) -> int: ...
 def step_new(
+    *,
     num_requests: int,
     block_size: int,
     row_begin: Memory,
@@ -19,37 +20,37 @@ def step_new(
     slots: Memory,
     table: Memory,
     table_stride: int,
-    /,
 ) -> Handle: ...
-def norm_new(weight: Memory, size: int, eps: float, /) -> Handle: ...
-def linear_new(weight: Memory, n: int, k: int, /) -> Handle: ...
+def norm_new(weight: Memory, size: int, eps: float) -> Handle: ...
+def linear_new(weight: Memory, n: int, k: int) -> Handle: ...
 def mlp_new(
-    gate: Memory, up: Memory, down: Memory, hidden: int, columns: int, /
+    *, gate: Memory, up: Memory, down: Memory, hidden_size: int, columns: int
 ) -> Handle: ...
 def router_new(
+    *,
     weight: Memory,
     bias: Memory,
-    hidden: int,
-    num_experts: int,
-    topk: int,
-    num_groups: int,
-    topk_groups: int,
-    normalize: int,
-    scale: float,
-    /,
+    hidden_size: int,
+    n_routed_experts: int,
+    num_experts_per_tok: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
 ) -> Handle: ...
 def attention_new(
-    hidden: int,
-    heads: int,
-    q_lora: int,
-    kv_lora: int,
-    nope_dim: int,
-    rope_dim: int,
-    v_dim: int,
-    index_heads: int,
-    index_dim: int,
+    *,
+    hidden_size: int,
+    num_attention_heads: int,
+    q_lora_rank: int,
+    kv_lora_rank: int,
+    qk_nope_head_dim: int,
+    qk_rope_head_dim: int,
+    v_head_dim: int,
+    index_n_heads: int,
+    index_head_dim: int,
     index_topk: int,
-    is_fp8: int,
+    is_fp8: bool,
     scale: float,
     index_scale: float,
     eps: float,
@@ -64,11 +65,15 @@ def attention_new(
     output_norm: Memory,
     index_norm: Memory,
     index_bias: Memory,
-    /,
 ) -> Handle: ...
-def norm(host: Handle, norm: Handle, rows: int, x: Memory, out: Memory, /) -> None: ...
+def norm(host: Handle, norm: Handle, rows: int, x: Memory, out: Memory) -> None: ...
 def linear(
-    host: Handle, linear: Handle, rows: int, x: Memory, is_bf16: int, out: Memory, /
+    host: Handle,
+    linear: Handle,
+    rows: int,
+    x: Memory,
+    is_bf16: bool,
+    out: Memory,
 ) -> None: ...
 def mlp(
     host: Handle,
@@ -80,7 +85,12 @@ def mlp(
     /,
 ) -> None: ...
 def route(
-    host: Handle, router: Handle, rows: int, x: Memory, ids: Memory, weights: Memory, /
+    host: Handle,
+    router: Handle,
+    rows: int,
+    x: Memory,
+    ids: Memory,
+    weights: Memory,
 ) -> None: ...
 def add(
     host: Handle,
@@ -104,4 +114,4 @@ def attend(
     normed: Memory,
     /,
 ) -> None: ...
-def latent(host: Handle, size: int, x: Memory, row: Memory, out: Memory, /) -> None: ...
+def latent(host: Handle, size: int, x: Memory, row: Memory, out: Memory) -> None: ...

@@ -106,7 +106,7 @@ def apply_linear(
     """x [T, in] bf16 -> [T, out], rounded once to bf16, or fp32 as accumulated."""
     x = require_rows("x", x, in_features)
     out = torch.empty(x.shape[0], out_features, dtype=dtype)
-    is_bf16 = int(dtype == torch.bfloat16)
+    is_bf16 = dtype == torch.bfloat16
     _host.linear(current(), packed, x.shape[0], x.data_ptr(), is_bf16, out.data_ptr())
     return out
 
@@ -156,11 +156,11 @@ class Mlp(HostModule):
 
     def finish_loading(self) -> None:
         self.packed = _host.mlp_new(
-            self.gate_proj.data_ptr(),
-            self.up_proj.data_ptr(),
-            self.down_proj.data_ptr(),
-            self.hidden_size,
-            self.intermediate_size,
+            gate=self.gate_proj.data_ptr(),
+            up=self.up_proj.data_ptr(),
+            down=self.down_proj.data_ptr(),
+            hidden_size=self.hidden_size,
+            columns=self.intermediate_size,
         )
         del self.gate_proj, self.up_proj, self.down_proj
 

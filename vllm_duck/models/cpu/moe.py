@@ -56,15 +56,15 @@ class Router(HostModule):
     def finish_loading(self) -> None:
         dims = self.dims
         self.packed = _host.router_new(
-            self.weight.data_ptr(),
-            self.bias.data_ptr(),
-            dims.hidden_size,
-            dims.n_routed_experts,
-            dims.num_experts_per_tok,
-            dims.n_group,
-            dims.topk_group,
-            int(dims.norm_topk_prob),
-            dims.routed_scaling_factor,
+            weight=self.weight.data_ptr(),
+            bias=self.bias.data_ptr(),
+            hidden_size=dims.hidden_size,
+            n_routed_experts=dims.n_routed_experts,
+            num_experts_per_tok=dims.num_experts_per_tok,
+            n_group=dims.n_group,
+            topk_group=dims.topk_group,
+            norm_topk_prob=dims.norm_topk_prob,
+            routed_scaling_factor=dims.routed_scaling_factor,
         )
         del self.weight, self.bias
 

@@ -25,11 +25,11 @@ def _plan(batch: AttentionBatch) -> Handle:
     rows = accumulate((r.num_rows for r in batch.requests), initial=0)
     table = np.ascontiguousarray(batch.block_table, np.int32)
     return _host.step_new(
-        len(batch.requests),
-        batch.block_size,
-        np.array(list(rows), np.int32),
-        np.array([r.first_visible for r in batch.requests], np.int32),
-        np.ascontiguousarray(batch.slots, np.int64),
-        table,
-        table.shape[1],
+        num_requests=len(batch.requests),
+        block_size=batch.block_size,
+        row_begin=np.array(list(rows), np.int32),
+        first_visible=np.array([r.first_visible for r in batch.requests], np.int32),
+        slots=np.ascontiguousarray(batch.slots, np.int64),
+        table=table,
+        table_stride=table.shape[1],
     )

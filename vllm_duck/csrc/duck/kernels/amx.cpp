@@ -35,7 +35,7 @@ struct RowTiles {
 // Copies k of one segment of each row's input: [tile][row][32], padded with zeros.
 void gather_segment(const ExpertRows& rows, const uint16_t* hidden, int k, int num_k,
                     int padded_rows, uint8_t* out) {
-  int stride = rows.expert.shape->hidden;
+  int stride = rows.expert.shape->hidden_size;
   int num_tiles = ceil_div(num_k, kTileK);
   for (int r = 0; r < rows.num_rows; ++r) {
     const uint16_t* row = hidden + size_t(rows.tokens[r]) * stride + k;
@@ -205,8 +205,8 @@ const uint8_t* few_rows_input(const ExpertRows& rows, const uint16_t* hidden,
                               uint8_t* panel, ptrdiff_t* row_bytes) {
   const LayerShape& shape = *rows.expert.shape;
   KAxis axis = shape.gate_up_axis();
-  ptrdiff_t hidden_bytes = ptrdiff_t(shape.hidden) * 2;
-  if (shape.hidden % kTileK == 0 && evenly_spaced(rows)) {
+  ptrdiff_t hidden_bytes = ptrdiff_t(shape.hidden_size) * 2;
+  if (shape.hidden_size % kTileK == 0 && evenly_spaced(rows)) {
     int step = rows.num_rows > 1 ? rows.tokens[1] - rows.tokens[0] : 0;
     *row_bytes = step * hidden_bytes;
     return reinterpret_cast<const uint8_t*>(hidden) + rows.tokens[0] * hidden_bytes;
@@ -215,7 +215,7 @@ const uint8_t* few_rows_input(const ExpertRows& rows, const uint16_t* hidden,
   for (int r = 0; r < rows.num_rows; ++r) {
     uint8_t* row = panel + r * *row_bytes;
     std::memset(row + hidden_bytes, 0, *row_bytes - hidden_bytes);
-    std::memcpy(row, hidden + size_t(rows.tokens[r]) * shape.hidden, hidden_bytes);
+    std::memcpy(row, hidden + size_t(rows.tokens[r]) * shape.hidden_size, hidden_bytes);
   }
   return panel;
 }

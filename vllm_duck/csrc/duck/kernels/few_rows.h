@@ -248,7 +248,7 @@ void gate_up_few(const ExpertRows& rows, int first_row, int group,
   Inputs<R> inputs;
   for (int r = 0; r < R; ++r) {
     int token = rows.tokens[first_row + r];
-    inputs.x[r] = hidden.fp32 + size_t(token) * shape.hidden;
+    inputs.x[r] = hidden.fp32 + size_t(token) * shape.hidden_size;
     inputs.unscale[r] = hidden.unscale[token];
   }
   alignas(64) float total[2][R][kGroup];

@@ -64,26 +64,26 @@ constexpr bool is_grouped(Format format) {
   return format == Format::kInt8 || format == Format::kInt4;
 }
 
-// The k axis of one matrix, cut where scale blocks begin. `phase` is the position of
+// The k axis of one matrix, cut where scale blocks begin. `offset` is the position of
 // k = 0 within its block.
 struct KAxis {
   int length;
-  int phase;
+  int offset;
   int shift;  // kernels ask for positions all the time: no divisions
 
-  KAxis(int length, int position, Format format)
+  KAxis(int length, int offset, Format format)
       : length(length),
-        phase(position % (1 << segment_shift(format))),
+        offset(offset % (1 << segment_shift(format))),
         shift(segment_shift(format)) {}
 
-  int segment_of(int k) const { return (phase + k) >> shift; }
+  int segment_of(int k) const { return (offset + k) >> shift; }
   int num_segments() const { return segment_of(length - 1) + 1; }
   int begin(int segment) const {
-    int at = (segment << shift) - phase;
+    int at = (segment << shift) - offset;
     return at < 0 ? 0 : at;
   }
   int end(int segment) const {
-    int at = ((segment + 1) << shift) - phase;
+    int at = ((segment + 1) << shift) - offset;
     return at > length ? length : at;
   }
 
@@ -99,13 +99,13 @@ struct KAxis {
 
 struct LayerShape {
   int num_experts;
-  int hidden;
+  int hidden_size;
   int columns;
-  int column_phase;  // of the shard's first column within its 128-wide scale block
+  int column_offset;  // of the shard's first column within its 128-wide scale block
   Format format;
 
-  KAxis gate_up_axis() const { return {hidden, 0, format}; }
-  KAxis down_axis() const { return {columns, column_phase, format}; }
+  KAxis gate_up_axis() const { return {hidden_size, 0, format}; }
+  KAxis down_axis() const { return {columns, column_offset, format}; }
   int act_stride() const { return down_axis().padded_length(); }
   // Where column group `group` lies in a row of activations.
   int act_offset(int group) const {
@@ -114,13 +114,13 @@ struct LayerShape {
     return axis.padded_begin(segment) + group * kGroup - axis.begin(segment);
   }
   int column_groups() const { return columns / kGroup; }
-  int hidden_groups() const { return hidden / kGroup; }
-  int column_blocks() const { return ceil_div(column_phase + columns, kScaleBlock); }
-  int hidden_blocks() const { return ceil_div(hidden, kScaleBlock); }
+  int hidden_groups() const { return hidden_size / kGroup; }
+  int column_blocks() const { return ceil_div(column_offset + columns, kScaleBlock); }
+  int hidden_blocks() const { return ceil_div(hidden_size, kScaleBlock); }
 
   // Bytes of one group (of one matrix), and of all groups of one expert.
   size_t gate_group_bytes() const {
-    return packed_bytes(format, size_t(kGroup) * hidden);
+    return packed_bytes(format, size_t(kGroup) * hidden_size);
   }
   size_t down_group_bytes() const {
     return packed_bytes(format, size_t(kGroup) * columns);
@@ -195,7 +195,7 @@ struct ExpertView {
 
   // What gate_up_scale() and down_scale() take their number from: [segment].
   DUCK_INLINE const float* gate_up_block_scales(int group, int matrix) const {
-    int block = (shape->column_phase + group * kGroup) / kScaleBlock;
+    int block = (shape->column_offset + group * kGroup) / kScaleBlock;
     int row = matrix * shape->column_blocks() + block;
     return scales + size_t(row) * shape->hidden_blocks();
   }

@@ -107,7 +107,7 @@ struct ManyScratch {
 // fp32 copies of num_k values of each row, padded with zeros to `padded_k`.
 inline void widen_rows(const ExpertRows& rows, const uint16_t* hidden, int k, int num_k,
                        int padded_k, float* out) {
-  size_t stride = rows.expert.shape->hidden;
+  size_t stride = rows.expert.shape->hidden_size;
   for (int r = 0; r < rows.num_rows; ++r, out += padded_k) {
     const uint16_t* row = hidden + rows.tokens[r] * stride + k;
     for (int i = 0; i < num_k; ++i) out[i] = bf16_to_float(row[i]);

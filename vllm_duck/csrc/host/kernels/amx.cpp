@@ -6,7 +6,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
 
 #include "host/gemm/gemm_amx.h"
-#include "host/kernels/attend.h"
+#include "host/kernels/all_kernels.h"
 #include "host/kernels/decode_avx512.h"
 #include "simd/amx_probe.h"
 
@@ -16,12 +16,12 @@ using namespace duck;
 struct AmxKernels : AmxGemm, Avx512Decode {};
 }  // namespace
 
-const duck::host::Calls* duck::host::amx_calls() {
-  static const Calls calls = calls_of<AmxKernels>("amx");
+const duck::host::HostKernels* duck::host::amx_kernels() {
+  static const HostKernels kernels = host_kernels<AmxKernels>("amx");
   bool usable =
-      avx512_calls() && __builtin_cpu_supports("avx512bf16") && amx_is_usable();
-  return usable ? &calls : nullptr;
+      avx512_kernels() && __builtin_cpu_supports("avx512bf16") && amx_is_usable();
+  return usable ? &kernels : nullptr;
 }
 #else
-const duck::host::Calls* duck::host::amx_calls() { return nullptr; }
+const duck::host::HostKernels* duck::host::amx_kernels() { return nullptr; }
 #endif

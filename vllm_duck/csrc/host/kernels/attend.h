@@ -2,7 +2,6 @@
 // Include after the target pragma of the source that uses it; G names its kernels.
 #pragma once
 
-#include "host/kernels/router.h"
 #include "host/kernels/sparse.h"
 
 namespace duck {
@@ -18,13 +17,15 @@ void attend_panel(const Threads& threads, const AttentionCall& call, int begin,
   const AttentionShape& shape = call.layer.shape;
   Arena::Mark mark = threads.shared->mark();
   QueryRows queries = project_queries<G>(threads, call, begin, rows, low);
-  Rows latent = take_rows(threads.shared, rows * shape.heads, shape.kv_lora);
+  Rows latent =
+      take_rows(threads.shared, rows * shape.num_attention_heads, shape.kv_lora_rank);
   Panel panel = {&call, begin, queries,
-                 low.index_weight + size_t(begin) * shape.index_heads, latent};
+                 low.index_weight + size_t(begin) * shape.index_n_heads, latent};
   int real_rows = max_int(0, min_int(rows, call.step.num_rows - begin));
   attend_rows<G>(threads, panel, 0, real_rows);
   // Padding attends to nothing.
-  for (int r = real_rows * shape.heads; r < rows * shape.heads; ++r)
+  for (int r = real_rows * shape.num_attention_heads;
+       r < rows * shape.num_attention_heads; ++r)
     std::memset(latent.row(r), 0, sizeof(uint16_t) * latent.stride);
   project_output<G>(threads, call, begin, rows, latent);
   threads.shared->release(mark);
@@ -33,8 +34,8 @@ void attend_panel(const Threads& threads, const AttentionCall& call, int begin,
 template <class G>
 void attend_call(const Threads& threads, const AttentionCall& call) {
   const AttentionShape& shape = call.layer.shape;
-  LowRows low = {take_rows(threads.shared, call.rows, shape.q_lora),
-                 take_floats(threads.shared, size_t(call.rows) * shape.index_heads)};
+  LowRows low = {take_rows(threads.shared, call.rows, shape.q_lora_rank),
+                 take_floats(threads.shared, size_t(call.rows) * shape.index_n_heads)};
   // All keys before any query: a row may see keys of any row before it, and of another
   // request's row that shares a block.
   for (int begin = 0; begin < call.rows; begin += kPanelRows)
@@ -48,13 +49,6 @@ void latent_call(const Threads&, const LatentCall& call) {
   LatentRow format = {call.size, 0, true};
   if (call.x) format.write(call.x, nullptr, call.row);
   format.template read<G>(call.row, call.out);
-}
-
-// The table of an instruction set.
-template <class G>
-constexpr Calls calls_of(const char* name) {
-  return {name,          norm_call, linear_call<G>, mlp_call<G>,
-          route_call<G>, add_call,  attend_call<G>, latent_call<G>};
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #pragma GCC target("avx2,fma")
 
 #include "host/gemm/gemm_vector.h"
-#include "host/kernels/attend.h"
+#include "host/kernels/all_kernels.h"
 #include "simd/avx2.h"
 
 namespace {
@@ -17,11 +17,11 @@ using namespace duck;
 struct Avx2Kernels : VectorGemm<Avx2Simd>, PlainDecode {};
 }  // namespace
 
-const duck::host::Calls* duck::host::avx2_calls() {
-  static const Calls calls = calls_of<Avx2Kernels>("avx2");
+const duck::host::HostKernels* duck::host::avx2_kernels() {
+  static const HostKernels kernels = host_kernels<Avx2Kernels>("avx2");
   bool has_them = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return has_them ? &calls : nullptr;
+  return has_them ? &kernels : nullptr;
 }
 #else
-const duck::host::Calls* duck::host::avx2_calls() { return nullptr; }
+const duck::host::HostKernels* duck::host::avx2_kernels() { return nullptr; }
 #endif

@@ -8,7 +8,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
 
 #include "host/gemm/gemm_vector.h"
-#include "host/kernels/attend.h"
+#include "host/kernels/all_kernels.h"
 #include "host/kernels/decode_avx512.h"
 #include "simd/avx512.h"
 
@@ -18,13 +18,13 @@ using namespace duck;
 struct Avx512Kernels : VectorGemm<Avx512Simd>, Avx512Decode {};
 }  // namespace
 
-const duck::host::Calls* duck::host::avx512_calls() {
-  static const Calls calls = calls_of<Avx512Kernels>("avx512");
+const duck::host::HostKernels* duck::host::avx512_kernels() {
+  static const HostKernels kernels = host_kernels<Avx512Kernels>("avx512");
   bool has_them = __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
-  return has_them ? &calls : nullptr;
+  return has_them ? &kernels : nullptr;
 }
 #else
-const duck::host::Calls* duck::host::avx512_calls() { return nullptr; }
+const duck::host::HostKernels* duck::host::avx512_kernels() { return nullptr; }
 #endif

@@ -40,9 +40,9 @@ struct MlpCall {
 };
 
 struct RouterShape {
-  int hidden, num_experts, topk, num_groups, topk_groups;
-  bool normalize;
-  float scale;
+  int hidden_size, n_routed_experts, num_experts_per_tok, n_group, topk_group;
+  bool norm_topk_prob;
+  float routed_scaling_factor;
 };
 
 constexpr int kMaxRouterParts = 3;
@@ -76,13 +76,14 @@ struct LatentCall {
 };
 
 struct AttentionShape {
-  int hidden, heads, q_lora, kv_lora, nope_dim, rope_dim, v_dim;
-  int index_heads, index_dim, index_topk;
+  int hidden_size, num_attention_heads, q_lora_rank, kv_lora_rank;
+  int qk_nope_head_dim, qk_rope_head_dim, v_head_dim;
+  int index_n_heads, index_head_dim, index_topk;
   bool is_fp8;
   float scale, index_scale;
 
-  int qk_dim() const { return nope_dim + rope_dim; }
-  int key_dim() const { return kv_lora + rope_dim; }
+  int qk_dim() const { return qk_nope_head_dim + qk_rope_head_dim; }
+  int key_dim() const { return kv_lora_rank + qk_rope_head_dim; }
 };
 
 struct AttentionView {
@@ -90,11 +91,11 @@ struct AttentionView {
   NormView input_norm, q_norm, kv_norm, output_norm;
   NormView index_norm;
   const float* index_bias;
-  PackedView down;             // hidden -> q_lora, key_dim, index_dim, index_heads
-  PackedView up;               // q_lora -> heads * qk_dim, index_heads * index_dim
-  const PackedView* key_up;    // of each head: nope_dim -> kv_lora
-  const PackedView* value_up;  // of each head: kv_lora -> v_dim
-  PackedView out;              // heads * v_dim -> hidden
+  PackedView down;  // hidden -> q_lora_rank, key_dim, index_head_dim, index_n_heads
+  PackedView up;    // q_lora_rank -> heads * qk_dim, index_n_heads * index_head_dim
+  const PackedView* key_up;    // of each head: qk_nope_head_dim -> kv_lora_rank
+  const PackedView* value_up;  // of each head: kv_lora_rank -> v_head_dim
+  PackedView out;              // heads * v_head_dim -> hidden
 };
 
 // hidden + attention(input_norm(hidden)), and output_norm of that.
@@ -103,14 +104,14 @@ struct AttentionCall {
   StepView step;
   int rows;                // step.num_rows, and then padding
   const uint16_t* hidden;  // [rows][hidden] bf16
-  const float* rotations;  // [rows][rope_dim]: cos, sin, cos, sin, ...
+  const float* rotations;  // [rows][qk_rope_head_dim]: cos, sin, cos, sin, ...
   uint8_t* latent_cache;   // [slots][bytes]
   uint8_t* index_cache;
   uint16_t* residual;  // out, [rows][hidden] bf16
   uint16_t* normed;    // out, [rows][hidden] bf16
 };
 
-struct Calls {
+struct HostKernels {
   const char* name;
   void (*norm)(const Threads&, const NormCall&);
   void (*linear)(const Threads&, const LinearCall&);
@@ -121,11 +122,11 @@ struct Calls {
   void (*latent)(const Threads&, const LatentCall&);
 };
 
-const Calls* portable_calls();
+const HostKernels* portable_kernels();
 // Null when this build or this CPU has no such instructions.
-const Calls* avx2_calls();
-const Calls* avx512_calls();
-const Calls* amx_calls();
+const HostKernels* avx2_kernels();
+const HostKernels* avx512_kernels();
+const HostKernels* amx_kernels();
 
 }  // namespace host
 }  // namespace duck

@@ -2,7 +2,7 @@
 #include "simd/portable.h"
 
 #include "host/gemm/gemm_vector.h"
-#include "host/kernels/attend.h"
+#include "host/kernels/all_kernels.h"
 
 namespace {
 using namespace duck::host;
@@ -10,7 +10,7 @@ using namespace duck;
 struct PortableKernels : VectorGemm<PortableSimd>, PlainDecode {};
 }  // namespace
 
-const duck::host::Calls* duck::host::portable_calls() {
-  static const Calls calls = calls_of<PortableKernels>("portable");
-  return &calls;
+const duck::host::HostKernels* duck::host::portable_kernels() {
+  static const HostKernels kernels = host_kernels<PortableKernels>("portable");
+  return &kernels;
 }

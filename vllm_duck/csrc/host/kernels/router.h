@@ -32,12 +32,12 @@ inline float score_group(const float* scores, int n) {
 
 // Groups that are not among the best get kNever. `group_scores` has room for them all.
 inline void mask_groups(const RouterShape& shape, float* biased, float* group_scores) {
-  int size = shape.num_experts / shape.num_groups;
-  for (int g = 0; g < shape.num_groups; ++g)
+  int size = shape.n_routed_experts / shape.n_group;
+  for (int g = 0; g < shape.n_group; ++g)
     group_scores[g] = score_group(biased + g * size, size);
-  for (int taken = 0; taken < shape.topk_groups; ++taken)
-    group_scores[best_of(group_scores, shape.num_groups)] = kNever;
-  for (int g = 0; g < shape.num_groups; ++g)
+  for (int taken = 0; taken < shape.topk_group; ++taken)
+    group_scores[best_of(group_scores, shape.n_group)] = kNever;
+  for (int g = 0; g < shape.n_group; ++g)
     if (group_scores[g] != kNever)
       for (int i = 0; i < size; ++i) biased[g * size + i] = kNever;
 }
@@ -46,30 +46,31 @@ inline void mask_groups(const RouterShape& shape, float* biased, float* group_sc
 inline void choose_experts(const RouterShape& shape, const float* bias,
                            const float* logits, float* scratch, int32_t* ids,
                            float* weights) {
-  int n = shape.num_experts;
+  int n = shape.n_routed_experts;
   float *scores = scratch, *biased = scratch + n, *group_scores = scratch + 2 * n;
   for (int i = 0; i < n; ++i) scores[i] = 1.0f / (1.0f + exp_clamped(-logits[i]));
   for (int i = 0; i < n; ++i) biased[i] = scores[i] + bias[i];
-  if (shape.topk_groups < shape.num_groups) mask_groups(shape, biased, group_scores);
+  if (shape.topk_group < shape.n_group) mask_groups(shape, biased, group_scores);
   float total = 0;
-  for (int k = 0; k < shape.topk; ++k) {
+  for (int k = 0; k < shape.num_experts_per_tok; ++k) {
     ids[k] = best_of(biased, n);
     biased[ids[k]] = kNever;
     weights[k] = scores[ids[k]];
     total += weights[k];
   }
-  float divisor = shape.normalize ? total + 1e-20f : 1.0f;
-  for (int k = 0; k < shape.topk; ++k) weights[k] = weights[k] / divisor * shape.scale;
+  float divisor = shape.norm_topk_prob ? total + 1e-20f : 1.0f;
+  for (int k = 0; k < shape.num_experts_per_tok; ++k)
+    weights[k] = weights[k] / divisor * shape.routed_scaling_factor;
 }
 
 // Rows [begin, begin + rows).
 template <class G>
 void route_rows(const Threads& threads, const RouterCall& call, int begin, int rows) {
   const RouterShape& shape = call.shape;
-  size_t n = shape.num_experts, size = rows * n;
+  size_t n = shape.n_routed_experts, size = rows * n;
   Arena::Mark mark = threads.shared->mark();
-  Rows x = copy_rows(threads.shared, call.x + size_t(begin) * shape.hidden, rows,
-                     shape.hidden);
+  Rows x = copy_rows(threads.shared, call.x + size_t(begin) * shape.hidden_size, rows,
+                     shape.hidden_size);
   float* logits = take_floats(threads.shared, size * call.num_parts);
   for (int part = 0; part < call.num_parts; ++part)
     run_gemm<G>(threads, {x.data, x.stride, rows, call.parts[part], Out::kFloat,
@@ -83,7 +84,7 @@ void route_rows(const Threads& threads, const RouterCall& call, int begin, int r
       for (int part = call.num_parts - 1; part > 0; --part)
         for (size_t i = 0; i < n; ++i)
           row[(part - 1) * size + i] += row[part * size + i];
-      size_t at = size_t(begin + r) * shape.topk;
+      size_t at = size_t(begin + r) * shape.num_experts_per_tok;
       choose_experts(shape, call.bias, row, scratch, call.ids + at, call.weights + at);
     }
     arena->release(mine);

@@ -48,7 +48,7 @@ struct Panel {
   int begin;  // its first row in the call
   QueryRows queries;
   const float* index_weight;  // of the panel's first row
-  Rows latent;                // out, [rows * heads][kv_lora]
+  Rows latent;                // out, [rows * heads][kv_lora_rank]
 };
 
 // Writes 16 rows of bf16 as the columns of one group of packed tiles; those beyond
@@ -107,12 +107,12 @@ void score_block(const Panel& panel, const Segment& segment, int block, Arena* a
   int row = max_int(segment.begin, segment.begin + least - segment.visible);
   if (row >= segment.end) return;
   Arena::Mark mark = arena->mark();
-  int padded_dim = round_up(shape.index_dim, kTileK);
+  int padded_dim = round_up(shape.index_head_dim, kTileK);
   auto* tiles =
       static_cast<uint16_t*>(arena->take(sizeof(uint16_t) * padded_dim * kKeyBlock));
   float* scales = take_floats(arena, kKeyBlock);
   pack_keys<G>(*panel.call, segment.request, from, count, arena, tiles, scales);
-  int heads = shape.index_heads;
+  int heads = shape.index_n_heads;
   int rows_at_once = max_int(1, kIndexGemmRows / heads);
   float* dots = take_floats(arena, size_t(rows_at_once) * heads * kKeyBlock);
   for (; row < segment.end; row += rows_at_once) {
@@ -120,7 +120,7 @@ void score_block(const Panel& panel, const Segment& segment, int block, Arena* a
     Gemm gemm = {panel.queries.index.row(row * heads),
                  panel.queries.index.stride,
                  rows * heads,
-                 {tiles, shape.index_dim, count},
+                 {tiles, shape.index_head_dim, count},
                  Out::kFloat,
                  dots,
                  size_t(kKeyBlock)};
@@ -193,9 +193,9 @@ ChosenKeys gather_keys(const AttentionCall& call, const Segment& segment, int ro
   }
   for (int i = count; i < padded_count; ++i)
     std::memset(rows.row(i), 0, sizeof(uint16_t) * rows.stride);
-  auto* values = static_cast<uint16_t*>(
-      arena->take(sizeof(uint16_t) * padded_count * round_up(shape.kv_lora, kGroup)));
-  pack_values(rows, padded_count, shape.kv_lora, values);
+  auto* values = static_cast<uint16_t*>(arena->take(
+      sizeof(uint16_t) * padded_count * round_up(shape.kv_lora_rank, kGroup)));
+  pack_values(rows, padded_count, shape.kv_lora_rank, values);
   return {count, padded_count, rows, values};
 }
 
@@ -236,7 +236,7 @@ void attend_heads(const Panel& panel, int row, int first, int heads,
                   const ChosenKeys& keys, Arena* arena) {
   const AttentionShape& shape = panel.call->layer.shape;
   Arena::Mark mark = arena->mark();
-  int query_row = row * shape.heads + first;
+  int query_row = row * shape.num_attention_heads + first;
   int k_tiles = round_up(shape.key_dim(), kTileK) / kTileK;
   auto* tiles =
       static_cast<uint16_t*>(arena->take(sizeof(uint16_t) * k_tiles * kTileElements));
@@ -254,7 +254,7 @@ void attend_heads(const Panel& panel, int row, int first, int heads,
   for (int h = 0; h < heads; ++h)
     total[h] = softmax(by_head + size_t(h) * keys.padded_count, keys.count,
                        keys.padded_count, weights.row(h));
-  size_t n = shape.kv_lora;
+  size_t n = shape.kv_lora_rank;
   float* sums = take_floats(arena, heads * n);
   Gemm mix = {
       weights.data, weights.stride, heads, {keys.values, keys.padded_count, int(n)},
@@ -344,7 +344,8 @@ void score_segments(const Threads& threads, const Panel& panel, const Segment* s
     int blocks = (segments[s].num_positions() + kKeyBlock - 1) / kKeyBlock;
     first_block[s + 1] = first_block[s] + (segments[s].scores ? blocks : 0);
   }
-  size_t work = size_t(kKeyBlock) * shape.index_dim * (1 + shape.index_heads / 8);
+  size_t work =
+      size_t(kKeyBlock) * shape.index_head_dim * (1 + shape.index_n_heads / 8);
   for_items(threads, first_block[count], work, [&](int item, Arena* arena) {
     int s = 0;
     while (first_block[s + 1] <= item) ++s;
@@ -358,9 +359,10 @@ template <class G>
 void attend_segments(const Threads& threads, const Panel& panel,
                      const Segment* segments, int begin, int end) {
   const AttentionShape& shape = panel.call->layer.shape;
-  int rows = end - begin, groups = ceil_div(shape.heads, kGroup);
+  int rows = end - begin, groups = ceil_div(shape.num_attention_heads, kGroup);
   int shares = max_int(1, min_int(groups, threads.count() / rows));
-  size_t work = size_t(shape.index_topk) * shape.key_dim() * (1 + shape.heads / 8);
+  size_t work =
+      size_t(shape.index_topk) * shape.key_dim() * (1 + shape.num_attention_heads / 8);
   for_items(threads, rows * shares, work / shares, [&](int item, Arena* arena) {
     Arena::Mark mark = arena->mark();
     int row = begin + item / shares, s = 0;
@@ -368,7 +370,7 @@ void attend_segments(const Threads& threads, const Panel& panel,
     ChosenKeys keys = gather_keys<G>(*panel.call, segments[s], row, arena);
     Range mine = share(groups, 1, item % shares, shares);
     for (int g = mine.begin; g < mine.end; ++g) {
-      int head = g * kGroup, heads = min_int(kGroup, shape.heads - head);
+      int head = g * kGroup, heads = min_int(kGroup, shape.num_attention_heads - head);
       attend_heads<G>(panel, row, head, heads, keys, arena);
     }
     arena->release(mark);

@@ -8,59 +8,62 @@
 namespace duck::stream {
 namespace {
 
-using namespace duck::binding;
-
-constexpr const char* kServerName = "vllm_duck.StreamServer";
-
 // A server, and the capsule of what it computes with.
 struct HeldServer {
   HeldServer(const ServerOptions& options, PyObject* compute)
       : server(std::make_unique<Server>(options)), compute(Py_NewRef(compute)) {}
+  HeldServer(const HeldServer&) = delete;
+  ~HeldServer() {
+    {
+      binding::WithoutGil released;
+      server.reset();
+    }
+    Py_DECREF(compute);
+  }
+
   std::unique_ptr<Server> server;
   PyObject* compute;
 };
 
-void destroy_server(PyObject* capsule) {
-  auto* held = from_capsule<HeldServer>(capsule, kServerName);
-  {
-    WithoutGil released;
-    held->server.reset();
-  }
-  Py_DECREF(held->compute);
-  delete held;
-}
+}  // namespace
+}  // namespace duck::stream
 
-// server_new(listeners, compute, authorization, identity, max_message_bytes, max_calls)
+template <>
+inline constexpr const char* duck::binding::capsule_name<duck::stream::HeldServer> =
+    "vllm_duck.StreamServer";
+
+namespace duck::stream {
+namespace {
+
+using namespace duck::binding;
+
 // -> server
-PyObject* server_new(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  if (!require_args(num_args, 6)) return nullptr;
+PyObject* server_new(Arguments& args) {
   ServerOptions options;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(args[0]); ++i)
-    options.listeners.push_back(int(PyLong_AsLong(PyTuple_GetItem(args[0], i))));
-  auto* compute = from_capsule<Compute>(args[1], kComputeName);
-  if (!compute || !read_string(args[2], &options.authorization) ||
-      !read_string(args[3], &options.identity))
-    return nullptr;
-  options.compute = *compute;
-  options.max_message_bytes = PyLong_AsSize_t(args[4]);
-  options.max_calls = PyLong_AsSize_t(args[5]);
-  if (PyErr_Occurred()) return nullptr;
-  return PyCapsule_New(new HeldServer(options, args[1]), kServerName, destroy_server);
+  options.listeners = args.integers("listeners");
+  PyObject* compute = args.object("compute");
+  options.authorization = args.text("authorization");
+  options.identity = args.text("identity");
+  options.max_message_bytes = args.u64("max_message_bytes");
+  options.max_calls = args.u64("max_calls");
+  if (!args.done()) return nullptr;
+  auto* pointer = static_cast<Compute*>(PyCapsule_GetPointer(compute, kComputeName));
+  if (!pointer) return nullptr;
+  options.compute = *pointer;
+  return to_capsule(std::make_unique<HeldServer>(options, compute));
 }
 
-PyObject* server_start(PyObject*, PyObject* capsule) {
-  auto* held = from_capsule<HeldServer>(capsule, kServerName);
-  if (!held) return nullptr;
+PyObject* server_start(Arguments& args) {
+  auto* held = args.held<HeldServer>("server");
+  if (!args.done()) return nullptr;
   held->server->start();
   Py_RETURN_NONE;
 }
 
-// server_stop(server, grace_s)
-PyObject* server_stop(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  if (!require_args(num_args, 2)) return nullptr;
-  auto* held = from_capsule<HeldServer>(args[0], kServerName);
-  double grace_s = PyFloat_AsDouble(args[1]);
-  if (!held || PyErr_Occurred()) return nullptr;
+PyObject* server_stop(Arguments& args) {
+  auto* held = args.held<HeldServer>("server");
+  double grace_s = args.real("grace_s");
+  if (!args.done()) return nullptr;
   {
     WithoutGil released;
     held->server->stop(grace_s);
@@ -68,11 +71,10 @@ PyObject* server_stop(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   Py_RETURN_NONE;
 }
 
-// server_next_event(server) -> (call id, kind, method, message), or None at the end;
-// kinds: see ControlEvent
-PyObject* server_next_event(PyObject*, PyObject* capsule) {
-  auto* held = from_capsule<HeldServer>(capsule, kServerName);
-  if (!held) return nullptr;
+// -> (call id, kind, method, message), or None at the end; kinds: see ControlEvent
+PyObject* server_next_event(Arguments& args) {
+  auto* held = args.held<HeldServer>("server");
+  if (!args.done()) return nullptr;
   ControlEvent event;
   bool is_event;
   {
@@ -85,45 +87,43 @@ PyObject* server_next_event(PyObject*, PyObject* capsule) {
                        to_bytes(event.message.data(), event.message.size()));
 }
 
-// server_send(server, call id, message)
-PyObject* server_send(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  if (!require_args(num_args, 3)) return nullptr;
-  auto* held = from_capsule<HeldServer>(args[0], kServerName);
-  unsigned long long call_id = PyLong_AsUnsignedLongLong(args[1]);
+PyObject* server_send(Arguments& args) {
+  auto* held = args.held<HeldServer>("server");
+  uint64_t call_id = args.u64("call_id");
   BytesView message;
-  if (!held || PyErr_Occurred() || !message.get(args[2])) return nullptr;
-  held->server->send(call_id, make_payload(message.data(), message.size()));
+  args.bytes("message", &message);
+  if (!args.done()) return nullptr;
+  held->server->send(call_id, make_payload(message.data<void>(), message.size()));
   Py_RETURN_NONE;
 }
 
-// server_finish(server, call id, status code, text)
-PyObject* server_finish(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
-  if (!require_args(num_args, 4)) return nullptr;
-  auto* held = from_capsule<HeldServer>(args[0], kServerName);
-  unsigned long long call_id = PyLong_AsUnsignedLongLong(args[1]);
+PyObject* server_finish(Arguments& args) {
+  auto* held = args.held<HeldServer>("server");
+  uint64_t call_id = args.u64("call_id");
   Status status;
-  status.code = int(PyLong_AsLong(args[2]));
-  if (!held || PyErr_Occurred() || !read_string(args[3], &status.text)) return nullptr;
+  status.code = args.integer("status");
+  status.text = args.text("text");
+  if (!args.done()) return nullptr;
   held->server->finish(call_id, status);
   Py_RETURN_NONE;
 }
 
-PyObject* echo_duck(PyObject*, PyObject*) {
+PyObject* echo_duck(Arguments& args) {
   static Compute compute = echo_compute();
-  return PyCapsule_New(&compute, kComputeName, nullptr);
+  return args.done() ? PyCapsule_New(&compute, kComputeName, nullptr) : nullptr;
 }
 
 }  // namespace
 
 std::vector<PyMethodDef> server_functions() {
   return {
-      fast<server_new>("server_new"),
-      single<server_start>("server_start"),
-      fast<server_stop>("server_stop"),
-      single<server_next_event>("server_next_event"),
-      fast<server_send>("server_send"),
-      fast<server_finish>("server_finish"),
-      no_args<echo_duck>("echo_compute"),
+      method<server_new>("server_new"),
+      method<server_start>("server_start"),
+      method<server_stop>("server_stop"),
+      method<server_next_event>("server_next_event"),
+      method<server_send>("server_send"),
+      method<server_finish>("server_finish"),
+      method<echo_duck>("echo_compute"),
   };
 }
 
