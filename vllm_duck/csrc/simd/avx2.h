@@ -1,4 +1,4 @@
-// Eight fp32 lanes. Include after the target pragma of the source that uses it.
+// Eight fp32 numbers. Include after the target pragma of the source that uses it.
 #pragma once
 
 #include <immintrin.h>
@@ -13,7 +13,7 @@ namespace {
 
 struct Avx2Simd {
   typedef __m256 F;
-  static constexpr int kLanes = 8;
+  static constexpr int kWidth = 8;
   static constexpr int kRegisters = 16;
 
   static F zero() { return _mm256_setzero_ps(); }

@@ -1,4 +1,4 @@
-// Sixteen fp32 lanes. Include after the target pragma of the source that uses it.
+// Sixteen fp32 numbers. Include after the target pragma of the source that uses it.
 #pragma once
 
 #include <immintrin.h>
@@ -13,7 +13,7 @@ namespace {
 
 struct Avx512Simd {
   typedef __m512 F;
-  static constexpr int kLanes = 16;
+  static constexpr int kWidth = 16;
   static constexpr int kRegisters = 32;
 
   static F zero() { return _mm512_setzero_ps(); }
@@ -41,7 +41,7 @@ struct Avx512Simd {
     split(pairs[1], w + 2);
   }
 
-  // The step's two bf16 pairs for each lane: (k0, k1) and (k2, k3), times 2^-8.
+  // The step's two bf16 pairs for each column: (k0, k1) and (k2, k3), times 2^-8.
   template <bool kAnyZeroExponent>
   static void decode_e4m3_pairs(const uint8_t* at, __m512i pairs[2]) {
     __m512i codes = _mm512_loadu_si512(at);
@@ -120,7 +120,7 @@ struct Avx512Simd {
         placed, _mm512_set1_epi16(int16_t(0x87f0)), _mm512_set1_epi16(0x3800), kAndOr);
     if (!kAnyZeroExponent) return value;
     // m * 2^-17 for m = 0..7, looked up by the five bits that hold exponent and
-    // mantissa; only lanes with a zero exponent use it.
+    // mantissa; only elements with a zero exponent use it.
     const __m512i subnormals = _mm512_castsi128_si512(
         _mm_setr_epi16(0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860));
     __mmask32 is_subnormal = _mm512_testn_epi16_mask(placed, _mm512_set1_epi16(0x0780));

@@ -1,4 +1,4 @@
-// Four fp32 lanes in the compiler's vector extension: SSE2, NEON or plain code.
+// Four fp32 numbers in the compiler's vector extension: SSE2, NEON or plain code.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace {
 struct PortableSimd {
   typedef float F __attribute__((vector_size(16)));
   typedef int32_t I __attribute__((vector_size(16)));
-  static constexpr int kLanes = 4;
+  static constexpr int kWidth = 4;
   static constexpr int kRegisters = 16;
 
   static F zero() { return F{}; }
@@ -34,7 +34,7 @@ struct PortableSimd {
 
   static constexpr float kInputScale = 1;
 
-  // One dword of four e4m3 codes for each lane -> the step's four k, times 2^-8.
+  // One dword of four e4m3 codes for each column -> the step's four k, times 2^-8.
   template <bool kAnyZeroExponent>
   static void decode_e4m3(const uint8_t* at, F w[4]) {
     I codes;
@@ -48,7 +48,7 @@ struct PortableSimd {
   // To look would take as long as to decode.
   static bool any_zero_exponent(const uint8_t*) { return true; }
 
-  // One dword of two bf16 for each lane.
+  // One dword of two bf16 for each column.
   static void decode_bf16(const uint8_t* at, F w[2]) {
     I codes;
     std::memcpy(&codes, at, sizeof codes);
@@ -56,7 +56,7 @@ struct PortableSimd {
     w[1] = F(codes & int32_t(0xffff0000u));
   }
 
-  // One dword of four codes plus 128 for each lane, as for e4m3.
+  // One dword of four codes plus 128 for each column, as for e4m3.
   static void decode_int8(const uint8_t* at, F w[4]) {
     I codes;
     std::memcpy(&codes, at, sizeof codes);
@@ -67,10 +67,10 @@ struct PortableSimd {
     w[3] = signed_top(codes, 24);
   }
 
-  // Two bytes of four codes for each lane and the first step, then for the second.
+  // Two bytes of four codes for each column and the first step, then for the second.
   static void decode_int4(const uint8_t* at, F w[8]) {
     for (int step = 0; step < 2; ++step, w += 4) {
-      uint16_t pairs[kLanes];
+      uint16_t pairs[kWidth];
       std::memcpy(pairs, at + step * sizeof pairs, sizeof pairs);
       I codes = {pairs[0], pairs[1], pairs[2], pairs[3]};
       w[0] = signed_top(codes << 28, 28);

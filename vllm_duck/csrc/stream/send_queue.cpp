@@ -27,13 +27,13 @@ void SendQueue::push(const uint8_t* head, size_t size, PayloadRef payload, size_
   add({text_of(head, size), std::move(payload), begin, end});
 }
 
-void SendQueue::add(Segment segment) {
-  num_bytes_ += segment.size();
-  segments_.push_back(std::move(segment));
+void SendQueue::add(Chunk chunk) {
+  num_bytes_ += chunk.size();
+  chunks_.push_back(std::move(chunk));
 }
 
 int SendQueue::write_to(int socket) {
-  while (!segments_.empty()) {
+  while (!chunks_.empty()) {
     iovec parts[kMaxIovecs];
     int num_parts = 0;
     size_t skip = first_written_, total = 0;
@@ -45,11 +45,11 @@ int SendQueue::write_to(int socket) {
                             size - skipped};
       total += size - skipped;
     };
-    for (const Segment& segment : segments_) {
+    for (const Chunk& chunk : chunks_) {
       if (num_parts + 2 > kMaxIovecs) break;
-      add_part(segment.control.data(), segment.control.size());
-      if (segment.payload)
-        add_part(segment.payload->data() + segment.begin, segment.end - segment.begin);
+      add_part(chunk.control.data(), chunk.control.size());
+      if (chunk.payload)
+        add_part(chunk.payload->data() + chunk.begin, chunk.end - chunk.begin);
     }
     msghdr message{};
     message.msg_iov = parts;
@@ -67,12 +67,12 @@ int SendQueue::write_to(int socket) {
 
 void SendQueue::drop_written(size_t num_bytes) {
   first_written_ += num_bytes;
-  while (!segments_.empty() && first_written_ >= segments_.front().size()) {
-    const Segment& front = segments_.front();
+  while (!chunks_.empty() && first_written_ >= chunks_.front().size()) {
+    const Chunk& front = chunks_.front();
     first_written_ -= front.size();
     num_bytes_ -= front.size();
     num_payload_bytes_written_ += front.end - front.begin;
-    segments_.pop_front();
+    chunks_.pop_front();
   }
 }
 

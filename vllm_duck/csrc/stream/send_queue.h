@@ -17,7 +17,7 @@ class SendQueue {
   void push(const uint8_t* head, size_t size, PayloadRef payload, size_t begin,
             size_t end);
 
-  bool is_empty() const { return segments_.empty(); }
+  bool is_empty() const { return chunks_.empty(); }
   // No more should be pushed for now; only the heads of frames take memory.
   bool is_full() const { return num_bytes_ >= kMaxBytes; }
   // Bytes of payloads that the socket has taken so far.
@@ -30,19 +30,19 @@ class SendQueue {
  private:
   static constexpr size_t kMaxBytes = 4 << 20;
 
-  struct Segment {
+  struct Chunk {
     std::string control;
     PayloadRef payload;
     size_t begin = 0, end = 0;
     size_t size() const { return control.size() + (end - begin); }
   };
 
-  void add(Segment segment);
+  void add(Chunk chunk);
   void drop_written(size_t num_bytes);
 
-  std::deque<Segment> segments_;
-  size_t first_written_ = 0;  // bytes of segments_.front() that are out
-  size_t num_bytes_ = 0;      // in segments_
+  std::deque<Chunk> chunks_;
+  size_t first_written_ = 0;  // bytes of chunks_.front() that are out
+  size_t num_bytes_ = 0;      // in chunks_
   size_t num_payload_bytes_written_ = 0;
 };
 

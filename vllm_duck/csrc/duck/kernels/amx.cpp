@@ -226,8 +226,8 @@ void gate_up_few(const ExpertRows& rows, int begin, int end, const HiddenRows& h
   const LayerShape& shape = *expert.shape;
   KAxis axis = shape.gate_up_axis();
   ptrdiff_t row_bytes;
-  const uint8_t* a =
-      few_rows_input(rows, hidden.bf16, scratch + Stream::kScratchBytes, &row_bytes);
+  const uint8_t* a = few_rows_input(rows, hidden.bf16,
+                                    scratch + TilePipeline::kScratchBytes, &row_bytes);
   auto make_block = [&](int item, int s) {
     int group = begin + item;
     Block block;
@@ -302,7 +302,7 @@ void down(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
 }
 
 size_t scratch_bytes(const LayerShape& shape, int max_rows) {
-  size_t few = Stream::kScratchBytes +
+  size_t few = TilePipeline::kScratchBytes +
                size_t(kTileRows) * shape.gate_up_axis().padded_length() * 2;
   size_t lone = vectors().scratch_bytes(shape, kVectorRows);
   size_t many = GateUpScratch::bytes(max_rows + kTileRows) + down_scratch_bytes(shape);

@@ -17,7 +17,7 @@ constexpr int kTotalStride = kMaxMatrices * kGroup;
 
 // One segment of up to kMaxMatrices matrices.
 struct Block {
-  Segment segments[kMaxMatrices];
+  ScaleSegment segments[kMaxMatrices];
   int matrices;
   const uint8_t* a;  // activations [row][k] at this segment
   ptrdiff_t a_row_bytes;
@@ -25,7 +25,7 @@ struct Block {
   float* total;  // [row][matrix][16], kTotalStride apart
 };
 
-class Stream {
+class TilePipeline {
  public:
   // The halves are not a multiple of 4 KiB apart: a load from one would wait for every
   // store to the other that has the same low 12 address bits.
@@ -33,7 +33,7 @@ class Stream {
   static constexpr size_t kScratchBytes = 2 * kHalfBytes;
 
   // `first_weights` is where the stream of weights begins.
-  Stream(int num_rows, const uint8_t* first_weights, uint8_t* scratch)
+  TilePipeline(int num_rows, const uint8_t* first_weights, uint8_t* scratch)
       : num_rows_(num_rows), prefetch_(first_weights), tiles_(scratch) {}
 
   // Decodes `next` (null: nothing is left) and finishes the block before it.
@@ -57,7 +57,7 @@ class Stream {
     if (!next) return;
     block_ = *next;
     for (int m = 0; m < next->matrices; ++m) {
-      const Segment& segment = next->segments[m];
+      const ScaleSegment& segment = next->segments[m];
       b_[m] = segment.in_place() ? segment.source : into + m * kSegmentTileBytes;
     }
     parity_ ^= 1;
@@ -106,7 +106,7 @@ template <class MakeBlock, class Finish>
 inline void stream_items(int num_items, int num_segments, int num_rows,
                          uint8_t* scratch, const MakeBlock& make_block,
                          const Finish& finish) {
-  Stream stream(num_rows, make_block(0, 0).segments[0].source, scratch);
+  TilePipeline pipeline(num_rows, make_block(0, 0).segments[0].source, scratch);
   alignas(64) float totals[2][kTileRows * kTotalStride];
   for (int item = 0; item < num_items; ++item) {
     float* total = totals[item % 2];
@@ -114,11 +114,11 @@ inline void stream_items(int num_items, int num_segments, int num_rows,
     for (int s = 0; s < num_segments; ++s) {
       Block block = make_block(item, s);
       block.total = total;
-      stream.advance(&block);
+      pipeline.advance(&block);
       if (s == 0 && item > 0) finish(item - 1, totals[(item - 1) % 2]);
     }
   }
-  stream.advance(nullptr);
+  pipeline.advance(nullptr);
   finish(num_items - 1, totals[(num_items - 1) % 2]);
 }
 

@@ -44,7 +44,7 @@ DUCK_INLINE void convert_k(const uint8_t* source, const uint8_t* prefetch,
 
 // One segment of one matrix, and where its bf16 tiles are: weights that are bf16
 // already are used in place.
-struct Segment {
+struct ScaleSegment {
   const uint8_t* source;
   int num_k;
   unsigned mark;
@@ -100,8 +100,8 @@ struct Segment {
   }
 };
 
-DUCK_INLINE Segment gate_up_segment(const ExpertView& expert, int group, int segment,
-                                    int matrix) {
+DUCK_INLINE ScaleSegment gate_up_segment(const ExpertView& expert, int group,
+                                         int segment, int matrix) {
   KAxis axis = expert.shape->gate_up_axis();
   Format format = expert.shape->format;
   int k = axis.begin(segment), num_k = axis.end(segment) - k;
@@ -110,7 +110,8 @@ DUCK_INLINE Segment gate_up_segment(const ExpertView& expert, int group, int seg
           expert.gate_up_mark(group, segment, matrix), format};
 }
 
-DUCK_INLINE Segment down_segment(const ExpertView& expert, int group, int segment) {
+DUCK_INLINE ScaleSegment down_segment(const ExpertView& expert, int group,
+                                      int segment) {
   KAxis axis = expert.shape->down_axis();
   Format format = expert.shape->format;
   int k = axis.begin(segment), num_k = axis.end(segment) - k;

@@ -106,7 +106,7 @@ struct Inputs {
   }
 };
 
-// One activation for all lanes. Weights of decode_e4m3<true> have their usual size.
+// One activation for all columns. Weights of decode_e4m3<true> have their usual size.
 template <class S, Format kFormat, bool kAnyZeroExponent>
 inline typename S::F input_at(const float* at, float unscale) {
   typename S::F value = S::broadcast_from(at);
@@ -115,7 +115,7 @@ inline typename S::F input_at(const float* at, float unscale) {
   return value;
 }
 
-// even[r], odd[r] += unit . x[r] for the lanes of one vector of columns.
+// even[r], odd[r] += unit . x[r] for one vector of columns.
 template <class S, Format kFormat, int R, int kVectors, bool kAnyZeroExponent>
 DUCK_INLINE void unit_dot(const uint8_t* tile, int unit, int column, int v,
                           const Inputs<R>& inputs, int k,
@@ -138,7 +138,7 @@ DUCK_INLINE void unit_dot(const uint8_t* tile, int unit, int column, int v,
   }
 }
 
-// acc[r][i] += tile . x[r], for lanes i of the columns from `column` on and for kTiles
+// acc[r][i] += tile . x[r], for the columns i from `column` on and for kTiles
 // tiles one after the other: their products do not wait for each other. Of marked
 // tiles, few units hold a zero exponent, unless all are to be taken for such.
 template <class S, Format kFormat, int R, int kVectors, bool kMarked, int kNumK,
@@ -160,13 +160,13 @@ inline void tile_dot(const uint8_t* tile, int column, const Inputs<R>& inputs,
       keep_order();
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        int lane = column + v * S::kLanes, from_k = k + t * kTileK;
+        int first = column + v * S::kWidth, from_k = k + t * kTileK;
         if (kMarked &&
-            (takes_all || S::any_zero_exponent(at + (unit * kGroup + lane) * 4)))
-          unit_dot<S, kFormat, R, kVectors, true>(at, unit, lane, v, inputs, from_k,
+            (takes_all || S::any_zero_exponent(at + (unit * kGroup + first) * 4)))
+          unit_dot<S, kFormat, R, kVectors, true>(at, unit, first, v, inputs, from_k,
                                                   even[t], odd[t]);
         else
-          unit_dot<S, kFormat, R, kVectors, false>(at, unit, lane, v, inputs, from_k,
+          unit_dot<S, kFormat, R, kVectors, false>(at, unit, first, v, inputs, from_k,
                                                    even[t], odd[t]);
       }
     }
@@ -184,12 +184,12 @@ __attribute__((noinline)) void segment_dot_as(const SegmentCursor<kFormat>& curs
                                               int num_k, const float* block_scale,
                                               const Inputs<R>& inputs, int k,
                                               float total[R][kGroup]) {
-  constexpr int kVectors = R <= 2 && S::kLanes < kGroup ? 2 : 1;
+  constexpr int kVectors = R <= 2 && S::kWidth < kGroup ? 2 : 1;
   constexpr int kPair = R <= 2 && S::kRegisters >= 32 ? 2 : 1;
   constexpr int kTileBytes = packed_bytes(kFormat, kGroup * kTileK);
   SegmentScale scale = cursor.scale(block_scale);
   bool takes_all = kMarked && inputs.template any_unscaled<S, kFormat>();
-  for (int column = 0; column < kGroup; column += kVectors * S::kLanes) {
+  for (int column = 0; column < kGroup; column += kVectors * S::kWidth) {
     typename S::F acc[R][kVectors];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kVectors; ++v) acc[r][v] = S::zero();
@@ -210,9 +210,9 @@ __attribute__((noinline)) void segment_dot_as(const SegmentCursor<kFormat>& curs
                                                                 takes_all, at, acc);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kVectors; ++v) {
-        int lane = column + v * S::kLanes;
-        float* out = total[r] + lane;
-        typename S::F scaled = S::mul(scale_at<S, kFormat>(scale, lane), acc[r][v]);
+        int first = column + v * S::kWidth;
+        float* out = total[r] + first;
+        typename S::F scaled = S::mul(scale_at<S, kFormat>(scale, first), acc[r][v]);
         S::store(out, S::add(S::load(out), scaled));
       }
   }
@@ -234,7 +234,7 @@ inline void segment_dot(const SegmentCursor<kFormat>& cursor, int num_k,
 template <class S, int R>
 DUCK_INLINE void clear(float total[R][kGroup]) {
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < kGroup; i += S::kLanes) S::store(&total[r][i], S::zero());
+    for (int i = 0; i < kGroup; i += S::kWidth) S::store(&total[r][i], S::zero());
 }
 
 template <class S, Format kFormat, int R>
@@ -270,7 +270,7 @@ void gate_up_few(const ExpertRows& rows, int first_row, int group,
 // y += weight * total for one group.
 template <class S>
 inline void add_weighted_group(float weight, const float* total, float* y) {
-  for (int i = 0; i < kGroup; i += S::kLanes)
+  for (int i = 0; i < kGroup; i += S::kWidth)
     S::store(y + i,
              S::add(S::load(y + i), S::mul(S::broadcast(weight), S::load(total + i))));
 }

@@ -31,7 +31,7 @@ template <class S, Format kFormat>
 void decode_segment(const uint8_t* segment, int num_k, SegmentFloats out) {
   constexpr int kUnitK = unit_k(kFormat);
   for (int unit = 0; unit * kUnitK < num_k; ++unit)
-    for (int column = 0; column < kGroup; column += S::kLanes) {
+    for (int column = 0; column < kGroup; column += S::kWidth) {
       typename S::F w[kUnitK];
       decode_unit<S, kFormat, true>(segment, unit, column, w);
       for (int i = 0; i < kUnitK; ++i) S::store(&out[unit * kUnitK + i][column], w[i]);
@@ -45,7 +45,7 @@ template <class S, int kRows>
 inline void multiply_tile(const float (*w0)[kGroup], const float (*w1)[kGroup],
                           const float* x, size_t x_stride, float* acc) {
   using F = typename S::F;
-  for (int column = 0; column < kGroup; column += S::kLanes) {
+  for (int column = 0; column < kGroup; column += S::kWidth) {
     F sums[2][kRows][2];
     for (auto& parity : sums)
       for (auto& row : parity) row[0] = row[1] = S::zero();
@@ -77,13 +77,13 @@ void multiply_segment(const SegmentFloats w[2], int num_k, const SegmentScale sc
   constexpr int kRows = kRowsAtOnce<S>;
   for (int row = 0; row < num_rows; row += kRows) {
     alignas(64) float acc[kRows * 2 * kGroup];
-    for (int i = 0; i < kRows * 2 * kGroup; i += S::kLanes)
+    for (int i = 0; i < kRows * 2 * kGroup; i += S::kWidth)
       S::store(acc + i, S::zero());
     for (int k = 0; k < num_k; k += kTileK)
       multiply_tile<S, kRows>(w[0] + k, w[1] + k, x + row * x_stride + k, x_stride,
                               acc);
     float* at = total + size_t(row) * 2 * kGroup;
-    for (int i = 0; i < kRows * 2 * kGroup; i += S::kLanes) {
+    for (int i = 0; i < kRows * 2 * kGroup; i += S::kWidth) {
       auto scale = scale_at<S, kFormat>(scales[i / kGroup % 2], i % kGroup);
       S::store(at + i, S::add(S::load(at + i), S::mul(scale, S::load(acc + i))));
     }

@@ -40,19 +40,19 @@ struct VectorKernels {
 
   static float read(const uint8_t* data, size_t num_bytes) {
     constexpr size_t kChunk = 256, kFloats = kChunk / sizeof(float);
-    typename S::F sums[kFloats / S::kLanes];
+    typename S::F sums[kFloats / S::kWidth];
     for (auto& sum : sums) sum = S::zero();
     for (size_t at = 0; at + kChunk <= num_bytes; at += kChunk) {
       for (size_t line = 0; line < kChunk; line += 64)
         prefetch_line<S>(data + at + line);
       const float* floats = reinterpret_cast<const float*>(data + at);
-      for (size_t i = 0; i < kFloats / S::kLanes; ++i)
-        sums[i] = S::add(sums[i], S::load(floats + i * S::kLanes));
+      for (size_t i = 0; i < kFloats / S::kWidth; ++i)
+        sums[i] = S::add(sums[i], S::load(floats + i * S::kWidth));
     }
-    float out[S::kLanes], total = 0;
+    float out[S::kWidth], total = 0;
     for (auto& sum : sums) {
       S::store(out, sum);
-      for (float lane : out) total += lane;
+      for (float sum : out) total += sum;
     }
     return total;
   }

@@ -12,7 +12,7 @@ template <class S>
 struct VectorGemm {
   typedef typename S::F F;
   // Even and odd chains of each row, and two weights, must fit in the registers.
-  static constexpr int kMaxRows = S::kLanes == 16 ? 8 : 4;
+  static constexpr int kMaxRows = S::kWidth == 16 ? 8 : 4;
 
   // One share of a GEMM: `rows` x `groups` (an even first group if gated).
   static void run(const Gemm& gemm, Range rows, Range groups, Arena* arena) {
@@ -48,7 +48,7 @@ struct VectorGemm {
   template <int R>
   static void dot(const float* x, const uint16_t* group, int k_tiles, float* c) {
     int padded_k = k_tiles * kTileK;
-    for (int column = 0; column < kGroup; column += S::kLanes) {
+    for (int column = 0; column < kGroup; column += S::kWidth) {
       F total[R];
       for (int r = 0; r < R; ++r) total[r] = S::zero();
       for (int t = 0; t < k_tiles; ++t) {

@@ -1,4 +1,4 @@
-// e4m3 with AVX-512 BW: 32 codes at once, in 16-bit lanes.
+// e4m3 with AVX-512 BW: 32 codes at once, in 16 bits each.
 // Include after the target pragma of the source that uses it.
 #pragma once
 

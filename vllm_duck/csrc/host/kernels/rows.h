@@ -14,19 +14,19 @@ namespace {
 
 template <class Term>
 inline float sum_row(const float* x, int n, const Term& term) {
-  Lanes total = {};
+  Vec16 total = {};
   int i = 0;
-  for (; i + kLanes <= n; i += kLanes) total += term(load_lanes(x + i));
+  for (; i + kVec16 <= n; i += kVec16) total += term(load_vec16(x + i));
   if (i < n) total += term(load_tail(x + i, n - i));
   return fold(total);
 }
 
 inline float sum(const float* x, int n) {
-  return sum_row(x, n, [](Lanes v) { return v; });
+  return sum_row(x, n, [](Vec16 v) { return v; });
 }
 
 inline float sum_of_squares(const float* x, int n) {
-  return sum_row(x, n, [](Lanes v) { return v * v; });
+  return sum_row(x, n, [](Vec16 v) { return v * v; });
 }
 
 // Magnitudes order as their bits do.

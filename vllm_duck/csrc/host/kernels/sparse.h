@@ -18,19 +18,19 @@ namespace host {
 namespace {
 
 // Rows of one request that share one decoding of the index keys.
-constexpr int kSegmentRows = 64;
+constexpr int kRunRows = 64;
 // Positions whose index keys are decoded at once.
 constexpr int kKeyBlock = 256;
 // Rows of the GEMM of index queries: bounds its result to an L2 cache.
 constexpr int kIndexGemmRows = 256;
-// Scores that are held at once: 32 MB, or those of one segment.
+// Scores that are held at once: 32 MB, or those of one run.
 constexpr size_t kMaxScores = 8 << 20;
 // Positions that are held decoded at once: 38 MB in the official sizes. A context that
 // is longer is not decoded as a whole.
 constexpr int kMaxDecoded = 32 << 10;
 
 // Some rows of one request. Row numbers are the panel's.
-struct Segment {
+struct RowRun {
   int request;
   int begin, end;
   int visible;    // of row `begin`; each next row sees one more
@@ -55,12 +55,12 @@ struct Panel {
 // `count` are copies of the first.
 inline void pack_columns(const Rows& rows, int count, int k_tiles, uint16_t* tiles) {
   for (int t = 0; t < k_tiles; ++t) {
-    Lanes pairs[kLanes];
-    for (int i = 0; i < kLanes; ++i)
-      pairs[i] = load_lanes(rows.row(i < count ? i : 0) + t * kTileK);
+    Vec16 pairs[kVec16];
+    for (int i = 0; i < kVec16; ++i)
+      pairs[i] = load_vec16(rows.row(i < count ? i : 0) + t * kTileK);
     transpose(pairs);
-    for (int i = 0; i < kLanes; ++i)
-      store_lanes(tiles + t * kTileElements + i * 2 * kGroup, pairs[i]);
+    for (int i = 0; i < kVec16; ++i)
+      store_vec16(tiles + t * kTileElements + i * 2 * kGroup, pairs[i]);
   }
 }
 
@@ -96,27 +96,27 @@ inline void reduce_heads(const float* dots, size_t stride, const float* weight,
   for (int i = 0; i < count; ++i) scores[i] *= scales[i];
 }
 
-// Scores positions [block * kKeyBlock, ...) for the rows of the segment that see them
+// Scores positions [block * kKeyBlock, ...) for the rows of the run that see them
 // and have a choice.
 template <class G>
-void score_block(const Panel& panel, const Segment& segment, int block, Arena* arena) {
+void score_block(const Panel& panel, const RowRun& run, int block, Arena* arena) {
   const AttentionShape& shape = panel.call->layer.shape;
   int from = block * kKeyBlock;
-  int count = min_int(kKeyBlock, segment.num_positions() - from);
+  int count = min_int(kKeyBlock, run.num_positions() - from);
   int least = max_int(from, shape.index_topk) + 1;
-  int row = max_int(segment.begin, segment.begin + least - segment.visible);
-  if (row >= segment.end) return;
+  int row = max_int(run.begin, run.begin + least - run.visible);
+  if (row >= run.end) return;
   Arena::Mark mark = arena->mark();
   int padded_dim = round_up(shape.index_head_dim, kTileK);
   auto* tiles =
       static_cast<uint16_t*>(arena->take(sizeof(uint16_t) * padded_dim * kKeyBlock));
   float* scales = take_floats(arena, kKeyBlock);
-  pack_keys<G>(*panel.call, segment.request, from, count, arena, tiles, scales);
+  pack_keys<G>(*panel.call, run.request, from, count, arena, tiles, scales);
   int heads = shape.index_n_heads;
   int rows_at_once = max_int(1, kIndexGemmRows / heads);
   float* dots = take_floats(arena, size_t(rows_at_once) * heads * kKeyBlock);
-  for (; row < segment.end; row += rows_at_once) {
-    int rows = min_int(rows_at_once, segment.end - row);
+  for (; row < run.end; row += rows_at_once) {
+    int rows = min_int(rows_at_once, run.end - row);
     Gemm gemm = {panel.queries.index.row(row * heads),
                  panel.queries.index.stride,
                  rows * heads,
@@ -126,10 +126,10 @@ void score_block(const Panel& panel, const Segment& segment, int block, Arena* a
                  size_t(kKeyBlock)};
     G::run(gemm, {0, gemm.rows}, {0, gemm.b.groups()}, arena);
     for (int r = 0; r < rows; ++r) {
-      size_t score_row = row + r - segment.begin;
+      size_t score_row = row + r - run.begin;
       reduce_heads(dots + size_t(r) * heads * kKeyBlock, kKeyBlock,
                    panel.index_weight + size_t(row + r) * heads, heads, scales, count,
-                   segment.scores + score_row * segment.stride + from);
+                   run.scores + score_row * run.stride + from);
     }
   }
   arena->release(mark);
@@ -143,16 +143,16 @@ struct ChosenKeys {
 };
 
 // The positions that `row` attends to; returns how many.
-inline int choose_positions(const Segment& segment, int row, int topk, Arena* arena,
+inline int choose_positions(const RowRun& run, int row, int topk, Arena* arena,
                             int32_t* positions) {
-  int visible = segment.visible_of(row);
+  int visible = run.visible_of(row);
   if (visible <= topk) {
     for (int i = 0; i < visible; ++i) positions[i] = i;
     return visible;
   }
   Arena::Mark mark = arena->mark();
   auto* keys = static_cast<uint32_t*>(arena->take(sizeof(uint32_t) * visible));
-  const float* scores = segment.scores + size_t(row - segment.begin) * segment.stride;
+  const float* scores = run.scores + size_t(row - run.begin) * run.stride;
   select_best(scores, visible, topk, keys, positions);
   arena->release(mark);
   return topk;
@@ -171,24 +171,24 @@ inline void pack_values(const Rows& keys, int padded_count, int dim, uint16_t* o
 }
 
 template <class G>
-ChosenKeys gather_keys(const AttentionCall& call, const Segment& segment, int row,
+ChosenKeys gather_keys(const AttentionCall& call, const RowRun& run, int row,
                        Arena* arena) {
   const AttentionShape& shape = call.layer.shape;
   LatentRow format = latent_row(shape);
-  int most = min_int(segment.visible_of(row), shape.index_topk);
+  int most = min_int(run.visible_of(row), shape.index_topk);
   auto* positions = static_cast<int32_t*>(arena->take(sizeof(int32_t) * most));
-  int count = choose_positions(segment, row, shape.index_topk, arena, positions);
+  int count = choose_positions(run, row, shape.index_topk, arena, positions);
   int padded_count = round_up(count, kTileK);
   int padded_dim = round_up(shape.key_dim(), kTileK);
   Rows rows = take_rows(arena, padded_count, shape.key_dim());
   for (int i = 0; i < count; ++i) {
-    if (segment.decoded) {
-      const uint16_t* key = segment.decoded + positions[i] * rows.stride;
+    if (run.decoded) {
+      const uint16_t* key = run.decoded + positions[i] * rows.stride;
       for (int k = 0; k < padded_dim; k += kTileK)
-        store_lanes(rows.row(i) + k, load_lanes(key + k));
+        store_vec16(rows.row(i) + k, load_vec16(key + k));
       continue;
     }
-    int64_t slot = call.step.slot(segment.request, positions[i]);
+    int64_t slot = call.step.slot(run.request, positions[i]);
     format.template read<G>(call.latent_cache + slot * format.bytes(), rows.row(i));
   }
   for (int i = count; i < padded_count; ++i)
@@ -202,25 +202,25 @@ ChosenKeys gather_keys(const AttentionCall& call, const Segment& segment, int ro
 // logits [count][16 heads] -> [heads][padded_count], scaled.
 inline void transpose_logits(const float* logits, int heads, int count,
                              int padded_count, float scale, float* out) {
-  for (int first = 0; first < count; first += kLanes) {
-    Lanes rows[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
+  for (int first = 0; first < count; first += kVec16) {
+    Vec16 rows[kVec16];
+    for (int i = 0; i < kVec16; ++i) {
       int row = min_int(first + i, count - 1);
-      rows[i] = load_lanes(logits + size_t(row) * kGroup) * scale;
+      rows[i] = load_vec16(logits + size_t(row) * kGroup) * scale;
     }
     transpose(rows);
     for (int h = 0; h < heads; ++h)
-      store_lanes(out + size_t(h) * padded_count + first, rows[h]);
+      store_vec16(out + size_t(h) * padded_count + first, rows[h]);
   }
 }
 
 // One head: logits -> bf16 weights in place of them, zeros behind the last; returns the
 // weights' sum.
 inline float softmax(float* logits, int count, int padded_count, uint16_t* weights) {
-  Lanes peaks = Lanes{} + logits[0];
-  int whole = count / kLanes * kLanes;
-  for (int i = 0; i < whole; i += kLanes)
-    peaks = max_lanes(load_lanes(logits + i), peaks);
+  Vec16 peaks = Vec16{} + logits[0];
+  int whole = count / kVec16 * kVec16;
+  for (int i = 0; i < whole; i += kVec16)
+    peaks = max_vec16(load_vec16(logits + i), peaks);
   float peak = fold_max(peaks);
   for (int i = whole; i < count; ++i) peak = logits[i] > peak ? logits[i] : peak;
   for (int i = 0; i < count; ++i)
@@ -274,10 +274,10 @@ inline bool is_decoded(const AttentionShape& shape, int rows, int positions) {
   return uses > size_t(positions) && positions <= kMaxDecoded;
 }
 
-// Rows of the panel that belong to requests, cut into segments; rows from `begin` on,
+// Rows of the panel that belong to requests, cut into runs; rows from `begin` on,
 // as many as kMaxScores and kMaxDecoded allow. Returns the first row left over.
-inline int take_segments(const Panel& panel, int begin, int end, Arena* arena,
-                         Segment* segments, int* count) {
+inline int take_runs(const Panel& panel, int begin, int end, Arena* arena, RowRun* runs,
+                     int* count) {
   const AttentionCall& call = *panel.call;
   const StepView& step = call.step;
   const AttentionShape& shape = call.layer.shape;
@@ -290,74 +290,74 @@ inline int take_segments(const Panel& panel, int begin, int end, Arena* arena,
     int last = min_int(end, step.row_begin[request + 1] - panel.begin);
     int visible = step.first_visible[request] + call_row - step.row_begin[request];
     int positions = visible + last - row - 1;
-    bool is_another = *count == 0 || segments[*count - 1].request != request;
+    bool is_another = *count == 0 || runs[*count - 1].request != request;
     if (is_another && is_decoded(shape, last - row, positions)) {
       if (*count > 0 && num_decoded + positions > kMaxDecoded) break;
       num_decoded += positions;
     }
-    Segment segment = {
-        request, row, min_int(last, row + kSegmentRows), visible, nullptr, 0, nullptr};
-    if (segment.num_positions() > shape.index_topk) {
-      segment.stride = round_up(segment.num_positions(), 16);
-      size_t size = size_t(segment.end - segment.begin) * segment.stride;
+    RowRun run = {request, row,    min_int(last, row + kRunRows), visible, nullptr,
+                  0,       nullptr};
+    if (run.num_positions() > shape.index_topk) {
+      run.stride = round_up(run.num_positions(), 16);
+      size_t size = size_t(run.end - run.begin) * run.stride;
       if (*count > 0 && num_scores + size > kMaxScores) break;
       num_scores += size;
-      segment.scores = take_floats(arena, size);
+      run.scores = take_floats(arena, size);
     }
-    segments[(*count)++] = segment;
-    row = segment.end;
+    runs[(*count)++] = run;
+    row = run.end;
   }
   return row;
 }
 
 // Decodes the contexts whose keys the rows use more than once on average.
 template <class G>
-void decode_contexts(const Threads& threads, const Panel& panel, Segment* segments,
+void decode_contexts(const Threads& threads, const Panel& panel, RowRun* runs,
                      int count) {
   const AttentionCall& call = *panel.call;
   LatentRow format = latent_row(call.layer.shape);
   for (int first = 0, next; first < count; first = next) {
     for (next = first; next < count; ++next)
-      if (segments[next].request != segments[first].request) break;
-    int rows = segments[next - 1].end - segments[first].begin;
-    int positions = segments[next - 1].num_positions();
+      if (runs[next].request != runs[first].request) break;
+    int rows = runs[next - 1].end - runs[first].begin;
+    int positions = runs[next - 1].num_positions();
     if (!is_decoded(call.layer.shape, rows, positions)) continue;
     Rows keys = take_rows(threads.shared, positions, call.layer.shape.key_dim());
     for_rows(threads, positions, size_t(format.bytes()), [&](Range range, Arena*) {
       for (int i = range.begin; i < range.end; ++i) {
-        int64_t slot = call.step.slot(segments[first].request, i);
+        int64_t slot = call.step.slot(runs[first].request, i);
         format.template read<G>(call.latent_cache + slot * format.bytes(), keys.row(i));
       }
     });
-    for (int s = first; s < next; ++s) segments[s].decoded = keys.data;
+    for (int s = first; s < next; ++s) runs[s].decoded = keys.data;
   }
 }
 
 template <class G>
-void score_segments(const Threads& threads, const Panel& panel, const Segment* segments,
-                    int count) {
+void score_runs(const Threads& threads, const Panel& panel, const RowRun* runs,
+                int count) {
   const AttentionShape& shape = panel.call->layer.shape;
   auto* first_block =
       static_cast<int*>(threads.shared->take(sizeof(int) * (count + 1)));
   first_block[0] = 0;
   for (int s = 0; s < count; ++s) {
-    int blocks = (segments[s].num_positions() + kKeyBlock - 1) / kKeyBlock;
-    first_block[s + 1] = first_block[s] + (segments[s].scores ? blocks : 0);
+    int blocks = (runs[s].num_positions() + kKeyBlock - 1) / kKeyBlock;
+    first_block[s + 1] = first_block[s] + (runs[s].scores ? blocks : 0);
   }
   size_t work =
       size_t(kKeyBlock) * shape.index_head_dim * (1 + shape.index_n_heads / 8);
   for_items(threads, first_block[count], work, [&](int item, Arena* arena) {
     int s = 0;
     while (first_block[s + 1] <= item) ++s;
-    score_block<G>(panel, segments[s], item - first_block[s], arena);
+    score_block<G>(panel, runs[s], item - first_block[s], arena);
   });
 }
 
-// Attends rows [begin, end), which the segments cover; the heads of few rows are shared
+// Attends rows [begin, end), which the runs cover; the heads of few rows are shared
 // out too, each share with its own copy of the keys.
 template <class G>
-void attend_segments(const Threads& threads, const Panel& panel,
-                     const Segment* segments, int begin, int end) {
+void attend_runs(const Threads& threads, const Panel& panel, const RowRun* runs,
+                 int begin, int end) {
   const AttentionShape& shape = panel.call->layer.shape;
   int rows = end - begin, groups = ceil_div(shape.num_attention_heads, kGroup);
   int shares = max_int(1, min_int(groups, threads.count() / rows));
@@ -366,8 +366,8 @@ void attend_segments(const Threads& threads, const Panel& panel,
   for_items(threads, rows * shares, work / shares, [&](int item, Arena* arena) {
     Arena::Mark mark = arena->mark();
     int row = begin + item / shares, s = 0;
-    while (segments[s].end <= row) ++s;
-    ChosenKeys keys = gather_keys<G>(*panel.call, segments[s], row, arena);
+    while (runs[s].end <= row) ++s;
+    ChosenKeys keys = gather_keys<G>(*panel.call, runs[s], row, arena);
     Range mine = share(groups, 1, item % shares, shares);
     for (int g = mine.begin; g < mine.end; ++g) {
       int head = g * kGroup, heads = min_int(kGroup, shape.num_attention_heads - head);
@@ -381,16 +381,16 @@ void attend_segments(const Threads& threads, const Panel& panel,
 template <class G>
 void attend_rows(const Threads& threads, const Panel& panel, int begin, int end) {
   Arena::Mark mark = threads.shared->mark();
-  auto* segments =
-      static_cast<Segment*>(threads.shared->take(sizeof(Segment) * (end - begin)));
+  auto* runs =
+      static_cast<RowRun*>(threads.shared->take(sizeof(RowRun) * (end - begin)));
   while (begin < end) {
     // A turn gives back what it takes: the next one needs as much.
     Arena::Mark turn = threads.shared->mark();
     int count;
-    int next = take_segments(panel, begin, end, threads.shared, segments, &count);
-    decode_contexts<G>(threads, panel, segments, count);
-    score_segments<G>(threads, panel, segments, count);
-    attend_segments<G>(threads, panel, segments, begin, next);
+    int next = take_runs(panel, begin, end, threads.shared, runs, &count);
+    decode_contexts<G>(threads, panel, runs, count);
+    score_runs<G>(threads, panel, runs, count);
+    attend_runs<G>(threads, panel, runs, begin, next);
     threads.shared->release(turn);
     begin = next;
   }

@@ -16,17 +16,17 @@ constexpr size_t kMaxControlBytes = 64 << 10;
 
 }  // namespace
 
-Peer::Peer(uint64_t id, int socket, House* house)
+Peer::Peer(uint64_t id, int socket, Owner* owner)
     : id_(id),
-      house_(house),
+      owner_(owner),
       connection_(socket, /*is_server=*/true, kMaxStreams, this) {}
 
 Peer::~Peer() {
   for (const auto& [stream_id, call] : calls_) {
-    house_->call_ended();
+    owner_->call_ended();
     try {
       if (!call.is_forward)
-        house_->control_event({call.control_id, ControlEvent::kGone, "", Message()});
+        owner_->control_event({call.control_id, ControlEvent::kGone, "", Message()});
     } catch (const std::bad_alloc&) {
       // Then it is answered, to nobody.
     }
@@ -88,7 +88,7 @@ void Peer::drain() {
 
 void Peer::hold_or_reopen(Stream* stream, const Call& call) {
   bool is_full = call.num_waiting >= kMaxWaitingRequests ||
-                 call.waiting_bytes >= house_->max_message_bytes();
+                 call.waiting_bytes >= owner_->max_message_bytes();
   if (is_full)
     stream->is_held = true;
   else if (stream->is_held)
@@ -108,26 +108,26 @@ void Peer::on_headers(Stream* stream, bool) {
                      " bytes, got " + std::to_string(stream->header_bytes)});
   const std::string* path = find_header(stream->headers, ":path");
   const std::string method = path ? *path : "";
-  Status status = house_->admit(method, stream->headers);
+  Status status = owner_->admit(method, stream->headers);
   if (status.code != kStatusOk) return connection_.finish(stream, status);
   Call call{};
   call.is_forward = method == kForwardPath;
   if (call.is_forward)
     ++num_forward_calls_;
   else
-    call.control_id = house_->control_call(this, stream->id);
+    call.control_id = owner_->control_call(this, stream->id);
   calls_.emplace(stream->id, call);
   Headers more;
-  if (call.is_forward) more.emplace_back(kIdentityHeader, house_->identity());
+  if (call.is_forward) more.emplace_back(kIdentityHeader, owner_->identity());
   connection_.respond(stream, more);
   if (!call.is_forward)
-    house_->control_event({call.control_id, ControlEvent::kStart, method, Message()});
+    owner_->control_event({call.control_id, ControlEvent::kStart, method, Message()});
 }
 
 size_t Peer::max_message_bytes(const Stream& stream) {
   auto found = calls_.find(stream.id);
   bool is_forward = found != calls_.end() && found->second.is_forward;
-  return is_forward ? house_->max_message_bytes() : kMaxControlBytes;
+  return is_forward ? owner_->max_message_bytes() : kMaxControlBytes;
 }
 
 void Peer::on_message(Stream* stream, Message message) {
@@ -138,7 +138,7 @@ void Peer::on_message(Stream* stream, Message message) {
     if (++call.num_waiting > kMaxWaitingRequests)
       return connection_.finish(
           stream, {kStatusResourceExhausted, "too many messages wait for an answer"});
-    return house_->control_event(
+    return owner_->control_event(
         {call.control_id, ControlEvent::kMessage, "", std::move(message)});
   }
   auto job = std::make_unique<Job>();
@@ -184,7 +184,7 @@ void Peer::on_half_close(Stream* stream) {
   if (found == calls_.end()) return;
   Call& call = found->second;
   if (!call.is_forward)
-    return house_->control_event(
+    return owner_->control_event(
         {call.control_id, ControlEvent::kHalfClose, "", Message()});
   if (!stream->inbox.is_between_messages())
     return connection_.finish(
@@ -198,11 +198,11 @@ void Peer::on_close(Stream* stream, uint32_t) {
   if (found == calls_.end()) return;
   Call call = found->second;
   calls_.erase(found);
-  house_->call_ended();
+  owner_->call_ended();
   if (call.is_forward)
     --num_forward_calls_;
   else
-    house_->control_event({call.control_id, ControlEvent::kGone, "", Message()});
+    owner_->control_event({call.control_id, ControlEvent::kGone, "", Message()});
 }
 
 }  // namespace duck::stream

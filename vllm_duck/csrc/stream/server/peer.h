@@ -24,9 +24,9 @@ struct ControlEvent {
 class Peer : private Connection::Owner {
  public:
   // What all peers of a server share.
-  class House {
+  class Owner {
    public:
-    virtual ~House() = default;
+    virtual ~Owner() = default;
     // Whether a call that starts now is let in; its status says why not.
     virtual Status admit(const std::string& method, const Headers& headers) = 0;
     virtual void call_ended() = 0;
@@ -36,7 +36,7 @@ class Peer : private Connection::Owner {
     virtual const std::string& identity() const = 0;
   };
 
-  Peer(uint64_t id, int socket, House* house);
+  Peer(uint64_t id, int socket, Owner* owner);
   ~Peer() override;
 
   uint64_t id() const { return id_; }
@@ -81,7 +81,7 @@ class Peer : private Connection::Owner {
   void on_goaway() override {}
 
   uint64_t id_;
-  House* house_;
+  Owner* owner_;
   std::unordered_map<int32_t, Call> calls_;
   std::deque<std::unique_ptr<Job>> waiting_;
   size_t num_forward_calls_ = 0;

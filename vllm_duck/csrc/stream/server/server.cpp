@@ -196,7 +196,7 @@ void Server::accept_from(uint64_t listener_key) {
   uint64_t id = ++last_peer_id_;
   std::unique_ptr<Peer> peer;
   try {
-    peer = std::make_unique<Peer>(id, socket, static_cast<Peer::House*>(this));
+    peer = std::make_unique<Peer>(id, socket, static_cast<Peer::Owner*>(this));
   } catch (const std::bad_alloc&) {
     ::close(socket);
     return;

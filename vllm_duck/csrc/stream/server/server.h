@@ -36,7 +36,7 @@ struct ServerOptions {
   size_t max_calls;
 };
 
-class Server : private Peer::House {
+class Server : private Peer::Owner {
  public:
   explicit Server(const ServerOptions& options);
   ~Server() override;
