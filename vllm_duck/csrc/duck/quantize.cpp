@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "simd/bf16.h"
+#include "simd/e4m3.h"
 
 namespace duck {
 namespace {
@@ -16,13 +17,7 @@ constexpr float kRound = 12582912.0f;
 struct E4m3Table {
   float values[256];
   E4m3Table() {
-    for (int code = 0; code < 256; ++code) {
-      int exponent = code >> 3 & 15, mantissa = code & 7;
-      float value = exponent == 0 ? std::ldexp(float(mantissa), -9)
-                                  : std::ldexp(float(8 + mantissa), exponent - 10);
-      if ((code & 0x7f) == 0x7f) value = NAN;
-      values[code] = code & 0x80 ? -value : value;
-    }
+    for (int code = 0; code < 256; ++code) values[code] = e4m3_to_float(uint8_t(code));
   }
 };
 

@@ -3,36 +3,13 @@
 #pragma once
 
 #include "host/kernels/rows.h"
+#include "simd/e4m3.h"
 
 namespace duck {
 namespace host {
 namespace {
 
 constexpr float kE4m3Max = 448.0f;
-
-// |x| <= 448, to nearest even; NaN stays NaN.
-inline uint8_t e4m3_from_float(float x) {
-  uint32_t bits = bits_from_float(x);
-  uint32_t sign = bits >> 24 & 0x80u;
-  uint32_t magnitude = bits & 0x7fffffffu;
-  uint32_t even = magnitude >> 20 & 1u;
-  uint32_t normal = ((magnitude + 0x7ffffu + even) >> 20) - (120u << 3);
-  // Below 2^-6 the step is 2^-9, which is that of the sum with 2^14.
-  float shifted = float_from_bits(magnitude) + 16384.0f;
-  uint32_t subnormal = bits_from_float(shifted) - bits_from_float(16384.0f);
-  uint32_t code = magnitude < 0x3c800000u ? subnormal : normal;
-  code = magnitude > 0x7f800000u ? 0x7fu : code;
-  return uint8_t(sign | code);
-}
-
-inline float e4m3_to_float(uint8_t code) {
-  uint32_t magnitude = code & 0x7fu;
-  uint32_t normal = (magnitude << 20) + (120u << 23);
-  uint32_t subnormal = bits_from_float(float(int32_t(magnitude)) * 0x1p-9f);
-  uint32_t bits = magnitude < 8u ? subnormal : normal;
-  bits = magnitude == 0x7fu ? 0x7fc00000u : bits;
-  return float_from_bits(bits | uint32_t(code & 0x80u) << 24);
-}
 
 // How an instruction set reads the kScaleBlock e4m3 codes of one tile.
 struct PlainDecode {
