@@ -47,8 +47,9 @@ class Meddler:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self.resume()
+        # In this order: what was held is lost.
         self.cut()
+        self.resume()
 
     def _accept(self):
         with contextlib.suppress(OSError):
