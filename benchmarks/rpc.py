@@ -283,7 +283,7 @@ def _serve(kind: str, cpus: set[int]) -> None:
     set_thread_cpus(cpus)
     if kind == "raw":
         load().raw_serve()
-    from testing.wire_peers import serving
+    from testing.ducks.wire_peers import serving
 
     with serving(kind) as server:
         print(server.endpoint.rpartition(":")[2], flush=True)

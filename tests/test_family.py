@@ -12,7 +12,7 @@ import pytest
 
 import vllm_duck
 from testing.engine_args import make_args
-from testing.mini_model import (
+from testing.ducks.mini_model import (
     NUM_COLUMNS,
     NUM_EXPERTS,
     WHOLE,
@@ -28,7 +28,7 @@ from vllm_duck.executor.split.writer import split_checkpoint
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.weights.loader import load_shard
 from vllm_duck.executor.weights.plan import ShardPlan
-from vllm_duck.family import all_families, family_of
+from vllm_duck.families import all_families, family_of
 from vllm_duck.models.dimensions import Dimensions
 
 PACKAGE = Path(vllm_duck.__file__).parent

@@ -18,7 +18,7 @@ import vllm_duck
 from vllm_duck import engine_environ, hooks
 from vllm_duck.config import HAND_OVER_KEY, VARIABLES
 from vllm_duck.errors import DuckError
-from vllm_duck.family import all_classes
+from vllm_duck.families import all_classes
 from vllm_duck.version import VLLM_VERSION
 
 DUCK = {HAND_OVER_KEY: {}}

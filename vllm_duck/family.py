@@ -1,17 +1,13 @@
 """ModelFamily: the names and rules by which models of one architecture differ.
 
-A family is one file in `families/`, found because it is there. What its models compute
+A family is one file in `families/`. What its models compute
 is in the classes that the record names.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from vllm_duck import families
-from vllm_duck.errors import DuckConfigError
 
 
 class ReadInt(Protocol):
@@ -88,33 +84,3 @@ class ModelFamily:
             self.architecture: self.model_class,
             self.mtp_architecture: self.mtp_class,
         }
-
-
-def all_families() -> tuple[ModelFamily, ...]:
-    """One for each file in `families/`, in the order of their names."""
-    return tuple(
-        importlib.import_module(f"{families.__name__}.{module.name}").FAMILY
-        for module in pkgutil.iter_modules(families.__path__)
-    )
-
-
-def all_classes() -> dict[str, str]:
-    """Of all families: vLLM's architecture to "module:class"."""
-    return {
-        architecture: model_class
-        for family in all_families()
-        for architecture, model_class in family.classes.items()
-    }
-
-
-def family_of(architectures: object) -> ModelFamily:
-    """Find the family that config.json's `architectures` names.
-
-    Raises:
-        DuckConfigError: none of them.
-    """
-    served = {family.architecture: family for family in all_families()}
-    for name in architectures if isinstance(architectures, list | tuple) else ():
-        if name in served:
-            return served[name]
-    raise DuckConfigError(f"duck serves {' or '.join(served)}, got {architectures!r}")

@@ -193,7 +193,7 @@ def _inspect_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]
     def inspect_model_cls(self: Any) -> Any:
         from vllm.model_executor.models import registry
 
-        from vllm_duck.family import all_classes
+        from vllm_duck.families import all_classes
 
         if f"{self.module_name}:{self.class_name}" in all_classes().values():
             return registry._ModelInfo.from_model_cls(self.load_model_cls())
@@ -295,7 +295,7 @@ def _restore_stock(environ: MutableMapping[str, str]) -> None:
     from vllm.config import model as config_model
     from vllm.model_executor.models import registry
 
-    from vllm_duck.family import all_classes
+    from vllm_duck.families import all_classes
 
     engine_environ.unset(environ)
     registered = config_model._REGISTERED_MODEL_CLASS_OVERRIDES

@@ -27,7 +27,8 @@ from vllm_duck.engine_environ import RUNNER_VARIABLE
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.wire.security import ClientSecurity
-from vllm_duck.family import ModelFamily, all_classes, all_families, family_of
+from vllm_duck.families import all_classes, all_families, family_of
+from vllm_duck.family import ModelFamily
 from vllm_duck.hub import local_model
 from vllm_duck.limits import (
     LOAD_FORMAT,

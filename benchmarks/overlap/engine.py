@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.acceptance import make_prompts
 from benchmarks.common import MODEL_DIR
 from testing.engines import start_engine
-from testing.in_process import InProcessDuck
+from testing.ducks.in_process import InProcessDuck
 from vllm_duck.executor.compute.kernel import MoeKernel
 from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.fleet import Fleet

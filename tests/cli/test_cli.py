@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 import vllm_duck
-from testing.mini_model import make_mini_model, make_request
+from testing.ducks.mini_model import make_mini_model, make_request
 from testing.waiting import WAIT_S, is_running, wait_until
 from vllm_duck.cli import main, options
 from vllm_duck.cli.stopping import StopRequest

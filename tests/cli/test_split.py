@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
-from testing.mini_model import make_mini_model, make_request
+from testing.ducks.mini_model import make_mini_model, make_request
 from vllm_duck.cli import main
 from vllm_duck.cli import split as split_command
 from vllm_duck.executor.fleet import Fleet

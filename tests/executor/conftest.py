@@ -2,7 +2,7 @@
 
 import pytest
 
-from testing.mini_model import MiniModel, make_mini_model
+from testing.ducks.mini_model import MiniModel, make_mini_model
 from testing.waiting import WAIT_S
 from vllm_duck.executor.compute.kernel import MoeKernel, supported_isas
 from vllm_duck.executor.grpcio.client import GrpcDuck

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.family import ModelFamily, family_of
+from vllm_duck.families import family_of
+from vllm_duck.family import ModelFamily
 
 # Keys of the rope parameters that are not read, and the one value that is computed
 # here. Absent and null are fine.

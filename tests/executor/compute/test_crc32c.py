@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from testing.checksums import crc32c
+from testing.ducks.checksums import crc32c
 from vllm_duck.executor import _kernel
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from testing.moe_reference import (
+from testing.ducks.moe_reference import (
     E4M3,
     Expert,
     Shard,

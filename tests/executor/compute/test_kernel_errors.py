@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from testing.moe_reference import (
+from testing.ducks.moe_reference import (
     make_expert,
     make_rows,
     make_shard,

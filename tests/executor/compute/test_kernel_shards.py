@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from testing.bf16 import f32_to_bf16
-from testing.moe_reference import (
+from testing.ducks.bf16 import f32_to_bf16
+from testing.ducks.moe_reference import (
     Shard,
     assert_same_bits,
     make_expert,

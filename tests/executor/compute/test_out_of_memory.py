@@ -3,7 +3,7 @@
 import pytest
 
 from testing.failing_memory import ALL, run_module
-from testing.wire_peers import needs_native
+from testing.ducks.wire_peers import needs_native
 
 pytestmark = needs_native
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from testing.bf16 import f32_to_bf16
-from testing.mini_model import make_mini_model, make_request, make_summary
-from testing.moe_reference import (
+from testing.ducks.bf16 import f32_to_bf16
+from testing.ducks.mini_model import make_mini_model, make_request, make_summary
+from testing.ducks.moe_reference import (
     E4M3,
     Expert,
     dense_grouped,

@@ -10,8 +10,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from testing.bf16 import f32_to_bf16
-from testing.mini_model import LAYER_IDS, make_info, make_request
+from testing.ducks.bf16 import f32_to_bf16
+from testing.ducks.mini_model import LAYER_IDS, make_info, make_request
 from testing.waiting import WAIT_S, wait_until
 from vllm_duck.errors import (
     DuckConfigError,

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from testing.mini_model import make_request
+from testing.ducks.mini_model import make_request
 from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckProtocolError
 from vllm_duck.executor.grpcio.forward_stream import (

@@ -7,7 +7,7 @@ from concurrent import futures
 import grpc
 import pytest
 
-from testing.mini_model import make_request
+from testing.ducks.mini_model import make_request
 from vllm_duck.errors import (
     DuckProtocolError,
     DuckUnavailable,

@@ -6,16 +6,16 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from testing.mini_model import make_request
+from testing.ducks.mini_model import make_request
 from testing.waiting import wait_until
-from testing.wire_peers import calling, check_echo, needs_native
+from testing.ducks.wire_peers import calling, check_echo, needs_native
 
 pytestmark = needs_native
 
 # Room for two connections more than it has when it serves.
 _DUCK = """
 import os, resource, signal
-from testing.wire_peers import serving
+from testing.ducks.wire_peers import serving
 with serving("native") as server:
     highest = max(map(int, os.listdir("/proc/self/fd")))
     limits = (highest + 2, resource.getrlimit(resource.RLIMIT_NOFILE)[1])

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from testing.wire_peers import BOTH_CLIENTS, SERVERS, serving
+from testing.ducks.wire_peers import BOTH_CLIENTS, SERVERS, serving
 from vllm_duck.executor.wire.addresses import grpc_target, unix_target
 
 _CALL = """
 import sys
-from testing.mini_model import make_request
-from testing.wire_peers import check_echo
+from testing.ducks.mini_model import make_request
+from testing.ducks.wire_peers import check_echo
 from vllm_duck.errors import DuckError
 from vllm_duck.executor.fleet import Fleet
 try:
@@ -28,7 +28,7 @@ except DuckError as error:
 
 _SERVE = """
 import sys
-from testing.wire_peers import serving
+from testing.ducks.wire_peers import serving
 from vllm_duck.cli import main
 from vllm_duck.executor.wire.security import ServerSecurity
 # A name that is not localhost is the network.

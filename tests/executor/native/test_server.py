@@ -12,10 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from testing.meddler import Meddler
-from testing.mini_model import make_request
+from testing.ducks.meddler import Meddler
+from testing.ducks.mini_model import make_request
 from testing.waiting import WAIT_S
-from testing.wire_peers import calling, needs_native, serving
+from testing.ducks.wire_peers import calling, needs_native, serving
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
 from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.grpcio.client import GrpcDuck

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from testing.meddler import Meddler
-from testing.mini_model import make_request
+from testing.ducks.meddler import Meddler
+from testing.ducks.mini_model import make_request
 from testing.waiting import WAIT_S, wait_until
-from testing.wire_peers import calling, needs_native, replies_of, serving
+from testing.ducks.wire_peers import calling, needs_native, replies_of, serving
 from vllm_duck.errors import DuckUnavailable
 
 pytestmark = needs_native

@@ -12,10 +12,10 @@ import grpc
 import numpy as np
 import pytest
 
-from testing.checksums import sealed
-from testing.meddler import Meddler
-from testing.mini_model import make_request
-from testing.wire_peers import calling, needs_native, serving
+from testing.ducks.checksums import sealed
+from testing.ducks.meddler import Meddler
+from testing.ducks.mini_model import make_request
+from testing.ducks.wire_peers import calling, needs_native, serving
 from vllm_duck.errors import DuckShapeError, DuckTransportError
 from vllm_duck.executor.grpcio.client import GrpcDuck
 from vllm_duck.executor.wire import codec

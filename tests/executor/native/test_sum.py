@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from testing.mini_model import make_request
-from testing.wire_peers import NATIVE, calling, replies_of
+from testing.ducks.mini_model import make_request
+from testing.ducks.wire_peers import NATIVE, calling, replies_of
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.executor.compute.kernel import MoeKernel
 from vllm_duck.executor.duck import Shard

@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 from testing.waiting import WAIT_S
-from testing.wire_peers import needs_native
+from testing.ducks.wire_peers import needs_native
 
 
 def run(code: str) -> None:
@@ -40,7 +40,7 @@ def test_daemon_threads_that_compute_do_not_abort_the_process():
 def test_a_server_that_was_not_stopped_does_not_abort_the_process():
     run("""
         import threading
-        from testing.mini_model import make_info, make_request
+        from testing.ducks.mini_model import make_info, make_request
         from vllm_duck.executor import _stream
         from vllm_duck.executor.wire.identity import identity_of
         from vllm_duck.executor.native.client import NativeFanOut

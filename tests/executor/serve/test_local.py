@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from testing.mini_model import make_request
+from testing.ducks.mini_model import make_request
 from testing.waiting import WAIT_S, is_running, wait_until
 from vllm_duck.errors import (
     DuckCheckpointError,

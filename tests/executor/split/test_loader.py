@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from testing.mini_model import make_mini_model, make_request
+from testing.ducks.mini_model import make_mini_model, make_request
 from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.compute.kernel import MoeKernel
 from vllm_duck.executor.duck import Shard

@@ -8,7 +8,7 @@ from collections import namedtuple
 import pytest
 from safetensors import safe_open
 
-from testing.mini_model import (
+from testing.ducks.mini_model import (
     LAYER_IDS,
     NUM_COLUMNS,
     NUM_EXPERTS,

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from testing.mini_model import (
+from testing.ducks.mini_model import (
     CONFIG,
     FP8,
     LAYER_IDS,

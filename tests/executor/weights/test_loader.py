@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from testing.mini_model import (
+from testing.ducks.mini_model import (
     LAYER_IDS,
     NUM_COLUMNS,
     NUM_EXPERTS,

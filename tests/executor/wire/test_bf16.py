@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from testing.bf16 import f32_to_bf16
+from testing.ducks.bf16 import f32_to_bf16
 from vllm_duck.executor.wire.bf16 import bf16_to_f32
 
 

@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from testing.checksums import sealed
-from testing.mini_model import make_info, make_request
+from testing.ducks.checksums import sealed
+from testing.ducks.mini_model import make_info, make_request
 from vllm_duck.errors import DuckProtocolError, DuckShapeError
 from vllm_duck.executor.wire import codec, duck_pb2
 from vllm_duck.executor.wire.codec import ChecksumError, ReplyStatus, RequestShapeError

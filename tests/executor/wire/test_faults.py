@@ -11,10 +11,10 @@ import time
 import numpy as np
 import pytest
 
-from testing.meddler import Meddler, flip
-from testing.mini_model import make_info, make_request
+from testing.ducks.meddler import Meddler, flip
+from testing.ducks.mini_model import make_info, make_request
 from testing.waiting import WAIT_S, wait_until
-from testing.wire_peers import (
+from testing.ducks.wire_peers import (
     BOTH_CLIENTS,
     NATIVE,
     SERVERS,
@@ -215,7 +215,7 @@ def test_a_connection_that_went_silent_is_pinged_and_replaced(meddler, client):
 
 _DUCK = """
 import signal, sys
-from testing.wire_peers import serving
+from testing.ducks.wire_peers import serving
 with serving(sys.argv[1]) as server:
     print(server.endpoint, flush=True)
     signal.pause()

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from testing.mini_model import NUM_COLUMNS, make_info, make_request
-from testing.wire_peers import BOTH_CLIENTS, NATIVE, SERVERS, calling, echo
+from testing.ducks.mini_model import NUM_COLUMNS, make_info, make_request
+from testing.ducks.wire_peers import BOTH_CLIENTS, NATIVE, SERVERS, calling, echo
 from vllm_duck.errors import DuckProtocolError, DuckTransportError
 from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.fleet import Fleet

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from testing.mini_model import make_info, make_request
-from testing.wire_peers import (
+from testing.ducks.mini_model import make_info, make_request
+from testing.ducks.wire_peers import (
     CLIENTS,
     SERVERS,
     calling,

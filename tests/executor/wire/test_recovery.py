@@ -12,10 +12,10 @@ import threading
 import numpy as np
 import pytest
 
-from testing.meddler import Meddler, flip
-from testing.mini_model import make_request
+from testing.ducks.meddler import Meddler, flip
+from testing.ducks.mini_model import make_request
 from testing.waiting import WAIT_S, wait_until
-from testing.wire_peers import (
+from testing.ducks.wire_peers import (
     BOTH_CLIENTS,
     SERVERS,
     calling,
@@ -206,8 +206,8 @@ def test_a_call_that_is_dropped_during_the_wait_leaves_the_next_one_well(
 
 _HOST = """
 import signal, sys
-from testing.mini_model import make_request
-from testing.wire_peers import calling
+from testing.ducks.mini_model import make_request
+from testing.ducks.wire_peers import calling
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 with calling(sys.argv[1], [sys.argv[2]], recover_s=900) as fan_out:
     pending = fan_out.send(make_request())

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from testing.meddler import Meddler
-from testing.mini_model import make_info, make_request
+from testing.ducks.meddler import Meddler
+from testing.ducks.mini_model import make_info, make_request
 from testing.waiting import WAIT_S, wait_until
-from testing.wire_peers import BOTH_CLIENTS, calling, check_echo, serving
+from testing.ducks.wire_peers import BOTH_CLIENTS, calling, check_echo, serving
 from vllm_duck.errors import DuckConfigError, DuckUnavailable
 from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.fleet import Fleet

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from testing.mini_model import make_info, make_request
+from testing.ducks.mini_model import make_info, make_request
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
 from vllm_duck.executor.grpcio.client import GrpcDuck
 from vllm_duck.executor.grpcio.server import DuckServer

@@ -6,9 +6,9 @@ import grpc
 import numpy as np
 import pytest
 
-from testing.mini_model import make_info, make_request
+from testing.ducks.mini_model import make_info, make_request
 from testing.waiting import WAIT_S
-from testing.wire_peers import BOTH_CLIENTS, NATIVE, calling, check_echo, echo
+from testing.ducks.wire_peers import BOTH_CLIENTS, NATIVE, calling, check_echo, echo
 from vllm_duck.errors import DuckProtocolError, DuckUnavailable
 from vllm_duck.executor.wire import codec
 from vllm_duck.executor.wire.bf16 import bf16_to_f32

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from testing.wire_peers import needs_native
+from testing.ducks.wire_peers import needs_native
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.wire.transport import choose_transport
 

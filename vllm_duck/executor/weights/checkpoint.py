@@ -11,7 +11,8 @@ from vllm_duck.errors import DuckCheckpointError, DuckConfigError
 from vllm_duck.executor.duck import ModelSummary
 from vllm_duck.executor.weights.fingerprint import fingerprint_of
 from vllm_duck.executor.weights.headers import TensorPlace, read_header
-from vllm_duck.family import ModelFamily, family_of
+from vllm_duck.families import family_of
+from vllm_duck.family import ModelFamily
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

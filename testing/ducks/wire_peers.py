@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
-from testing.mini_model import make_info
+from testing.ducks.mini_model import make_info
 from testing.waiting import WAIT_S, wait_until
 from vllm_duck.errors import DuckTimeout
 from vllm_duck.executor.duck import MoeReply

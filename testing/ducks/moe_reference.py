@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from testing.bf16 import f32_to_bf16
+from testing.ducks.bf16 import f32_to_bf16
 from vllm_duck.executor.compute.kernel import (
     BLOCK,
     GROUP_SIZES,

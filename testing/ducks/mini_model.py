@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from testing.bf16 import f32_to_bf16
+from testing.ducks.bf16 import f32_to_bf16
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
     DuckInfo,

@@ -1,0 +1,1 @@
+"""Ducks for tests and benchmarks: small models, references, peers that misbehave."""
