@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import vllm_duck
-from testing.engine_args import make_args
 from testing.ducks.mini_model import (
     NUM_COLUMNS,
     NUM_EXPERTS,
@@ -19,6 +18,7 @@ from testing.ducks.mini_model import (
     make_mini_model,
     make_request,
 )
+from testing.engine_args import make_args
 from vllm_duck import families, hooks, kv_space
 from vllm_duck.errors import DuckCheckpointError, DuckConfigError
 from vllm_duck.executor.compute.kernel import MoeKernel

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-
 class ReadInt(Protocol):
     """Reads an integer of config.json; refuses what is none, or less than `least`."""
 

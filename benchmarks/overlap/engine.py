@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.acceptance import make_prompts
 from benchmarks.common import MODEL_DIR
-from testing.engines import start_engine
 from testing.ducks.in_process import InProcessDuck
+from testing.engines import start_engine
 from vllm_duck.executor.compute.kernel import MoeKernel
 from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.fleet import Fleet

@@ -106,10 +106,11 @@ def test_concurrent_requests_get_the_answers_they_get_alone(server, client):
     alone = [client.completions.create(**options(p)).choices[0].text for p in PROMPTS]
 
     async def ask_all():
-        concurrent = AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none")
-        answers = await asyncio.gather(
-            *(concurrent.completions.create(**options(p)) for p in PROMPTS * 2)
-        )
+        url = f"{server.base_url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="none") as concurrent:
+            answers = await asyncio.gather(
+                *(concurrent.completions.create(**options(p)) for p in PROMPTS * 2)
+            )
         return [answer.choices[0].text for answer in answers]
 
     assert asyncio.run(ask_all()) == alone * 2

@@ -6,8 +6,8 @@ import pytest
 from testing.ducks.bf16 import f32_to_bf16
 from testing.ducks.in_process import InProcessDuck
 from testing.ducks.mini_model import make_info, make_request, make_summary
-from testing.waiting import WAIT_S
 from testing.ducks.wire_peers import replies_of
+from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
 from vllm_duck.executor import fleet as fleet_module
 from vllm_duck.executor.duck import MoeReply, Shard

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from testing.waiting import WAIT_S
 from testing.ducks.wire_peers import SERVERS, serving
+from testing.waiting import WAIT_S
 
 CLIENT = Path(__file__).parents[2] / "examples" / "grpc_client.py"
 

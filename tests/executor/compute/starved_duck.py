@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from testing.failing_memory import OTHER_THREADS, failing, num_failures
 from testing.ducks.mini_model import WHOLE, make_mini_model, make_request
+from testing.failing_memory import OTHER_THREADS, failing, num_failures
 from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckError
 from vllm_duck.executor.compute.kernel import MoeKernel

@@ -2,8 +2,8 @@
 
 import pytest
 
-from testing.failing_memory import ALL, run_module
 from testing.ducks.wire_peers import needs_native
+from testing.failing_memory import ALL, run_module
 
 pytestmark = needs_native
 

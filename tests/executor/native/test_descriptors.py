@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from testing.ducks.mini_model import make_request
-from testing.waiting import wait_until
 from testing.ducks.wire_peers import calling, check_echo, needs_native
+from testing.waiting import wait_until
 
 pytestmark = needs_native
 

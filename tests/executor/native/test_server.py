@@ -14,8 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from testing.ducks.meddler import Meddler
 from testing.ducks.mini_model import make_request
-from testing.waiting import WAIT_S
 from testing.ducks.wire_peers import calling, needs_native, serving
+from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
 from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.grpcio.client import GrpcDuck

@@ -8,8 +8,8 @@ import pytest
 
 from testing.ducks.meddler import Meddler
 from testing.ducks.mini_model import make_request
-from testing.waiting import WAIT_S, wait_until
 from testing.ducks.wire_peers import calling, needs_native, replies_of, serving
+from testing.waiting import WAIT_S, wait_until
 from vllm_duck.errors import DuckUnavailable
 
 pytestmark = needs_native

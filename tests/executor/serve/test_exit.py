@@ -4,8 +4,8 @@ import subprocess
 import sys
 import textwrap
 
-from testing.waiting import WAIT_S
 from testing.ducks.wire_peers import needs_native
+from testing.waiting import WAIT_S
 
 
 def run(code: str) -> None:

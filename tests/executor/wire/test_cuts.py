@@ -16,8 +16,8 @@ import pytest
 from testing.ducks.checksums import sealed
 from testing.ducks.meddler import Meddler
 from testing.ducks.mini_model import make_request
-from testing.waiting import WAIT_S
 from testing.ducks.wire_peers import calling, needs_native, serving
+from testing.waiting import WAIT_S
 from vllm_duck.executor.wire import codec
 from vllm_duck.executor.wire.bf16 import bf16_to_f32
 from vllm_duck.executor.wire.limits import FORWARD_METHOD

@@ -13,7 +13,6 @@ import pytest
 
 from testing.ducks.meddler import Meddler, flip
 from testing.ducks.mini_model import make_info, make_request
-from testing.waiting import WAIT_S, wait_until
 from testing.ducks.wire_peers import (
     BOTH_CLIENTS,
     NATIVE,
@@ -23,6 +22,7 @@ from testing.ducks.wire_peers import (
     check_echo_in_the_end,
     serving,
 )
+from testing.waiting import WAIT_S, wait_until
 from vllm_duck.errors import (
     DuckProtocolError,
     DuckShapeError,

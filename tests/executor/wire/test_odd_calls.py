@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from testing.ducks.mini_model import make_request
-from testing.waiting import WAIT_S
 from testing.ducks.wire_peers import SERVERS, serving
+from testing.waiting import WAIT_S
 from vllm_duck.executor.wire import codec
 from vllm_duck.executor.wire.limits import DESCRIBE_METHOD, FORWARD_METHOD, SERVICE
 from vllm_duck.executor.wire.security import ServerSecurity

@@ -14,7 +14,6 @@ import pytest
 
 from testing.ducks.meddler import Meddler, flip
 from testing.ducks.mini_model import make_request
-from testing.waiting import WAIT_S, wait_until
 from testing.ducks.wire_peers import (
     BOTH_CLIENTS,
     SERVERS,
@@ -22,6 +21,7 @@ from testing.ducks.wire_peers import (
     check_echo,
     serving,
 )
+from testing.waiting import WAIT_S, wait_until
 from vllm_duck.errors import DuckProtocolError, DuckTimeout, DuckUnavailable
 from vllm_duck.executor.wire import recovery
 from vllm_duck.executor.wire.bf16 import bf16_to_f32

@@ -8,8 +8,8 @@ import pytest
 
 from testing.ducks.meddler import Meddler
 from testing.ducks.mini_model import make_info, make_request
-from testing.waiting import WAIT_S, wait_until
 from testing.ducks.wire_peers import BOTH_CLIENTS, calling, check_echo, serving
+from testing.waiting import WAIT_S, wait_until
 from vllm_duck.errors import DuckConfigError, DuckUnavailable
 from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.fleet import Fleet

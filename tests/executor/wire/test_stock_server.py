@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from testing.ducks.mini_model import make_info, make_request
-from testing.waiting import WAIT_S
 from testing.ducks.wire_peers import BOTH_CLIENTS, NATIVE, calling, check_echo, echo
+from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckProtocolError, DuckUnavailable
 from vllm_duck.executor.wire import codec
 from vllm_duck.executor.wire.bf16 import bf16_to_f32
