@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_duck.hooks import HOOKS
-from vllm_duck.vllm_seams import SEAMS, Seam, parameters_problem
+from vllm_duck.seam import Seam, parameters_problem
+from vllm_duck.vllm_seams import SEAMS
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 import vllm_duck
-from vllm_duck import engine_environ, hooks
+from vllm_duck import engine_environ, hook, hooks
 from vllm_duck.config import HAND_OVER_KEY, VARIABLES
 from vllm_duck.errors import DuckError
 from vllm_duck.families import all_classes
@@ -26,8 +26,8 @@ PACKAGE = Path(vllm_duck.__file__).parent
 
 
 def test_every_hook_target_exists_in_the_installed_vllm():
-    for hook in hooks.HOOKS:
-        hooks._find(hook)
+    for each in hooks.HOOKS:
+        hook.find(each)
 
 
 def test_installing_twice_changes_nothing():
@@ -62,7 +62,7 @@ def test_the_version_is_written_once():
 
 
 def test_a_moved_target_is_refused_by_name():
-    moved = hooks.Hook(
+    moved = hook.Hook(
         target="vllm.engine.arg_utils.EngineArgs.create_engine_config",
         parameters=("self", "somewhere_else"),
         why="",
@@ -70,7 +70,7 @@ def test_a_moved_target_is_refused_by_name():
         make=lambda original: original,
     )
     with pytest.raises(DuckError, match="create_engine_config must take"):
-        hooks._find(moved)
+        hook.find(moved)
 
 
 def _speculation(**model_classes):

@@ -9,7 +9,8 @@ import pytest
 from scripts import check_vllm
 from vllm_duck import vllm_seams
 from vllm_duck.errors import DuckError
-from vllm_duck.vllm_seams import SEAMS, Seam, check_seams
+from vllm_duck.seam import Seam
+from vllm_duck.vllm_seams import SEAMS, check_seams
 
 INSTALLED = Path(importlib.util.find_spec("vllm").origin).parent.parent
 SAMPLE = "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample"

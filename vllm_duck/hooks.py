@@ -10,44 +10,19 @@ too: worker.py and spec_decode/{runner,proposer,acceptance}.py.
 
 import copy
 import functools
-import importlib
 import inspect
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_duck import engine_environ
 from vllm_duck.config import VARIABLES, is_duck_engine
 from vllm_duck.ending import stop_in_order
 from vllm_duck.errors import DuckError
+from vllm_duck.hook import Hook, find, wrapped
 from vllm_duck.version import VLLM_VERSION
-
-_TAG = "_duck_original"
-
-
-@dataclass(frozen=True)
-class Hook:
-    """One wrapped function: `make` wraps what it finds at `target`."""
-
-    target: str
-    parameters: tuple[str, ...]
-    why: str
-    remove_when: str
-    make: Callable[[Callable[..., Any]], Callable[..., Any]]
-
-    @property
-    def owner(self) -> type:
-        """The class that `target` names, or that of the object that it names."""
-        module, name = self.target.rsplit(".", 2)[:2]
-        found = getattr(importlib.import_module(module), name)
-        return found if isinstance(found, type) else type(found)
-
-    @property
-    def attribute(self) -> str:
-        return self.target.rsplit(".", 1)[1]
 
 
 def install_hooks() -> None:
@@ -63,34 +38,10 @@ def install_hooks() -> None:
             f"vllm_duck needs vLLM {VLLM_VERSION}, got {vllm.__version__}; install "
             f"vllm_duck[cpu] or vllm_duck[cuda], or see vllm_duck/hooks.py"
         )
-    found = [(hook, _find(hook)) for hook in HOOKS]
-    for hook, original in found:
-        function = getattr(original, "__func__", original)
-        if hasattr(function, _TAG):
-            continue
-        wrapper = functools.wraps(function)(hook.make(function))
-        setattr(wrapper, _TAG, function)
-        # As it was found: a method, a classmethod or a staticmethod.
-        is_bare = original is function
-        bound = wrapper if is_bare else type(original)(wrapper)
-        setattr(hook.owner, hook.attribute, bound)
+    for hook, original in [(hook, find(hook)) for hook in HOOKS]:
+        setattr(hook.owner, hook.attribute, wrapped(hook, original))
     _register_loader()
     _name_variables()
-
-
-def _find(hook: Hook) -> Any:
-    original = inspect.getattr_static(hook.owner, hook.attribute, None)
-    function = getattr(original, "__func__", original)
-    function = getattr(function, _TAG, function)
-    parameters = (
-        tuple(inspect.signature(function).parameters) if callable(function) else None
-    )
-    if parameters != hook.parameters:
-        raise DuckError(
-            f"{hook.target} must take {hook.parameters} in vLLM {VLLM_VERSION}, got "
-            f"{parameters}; vllm_duck/hooks.py must be brought up to this vLLM"
-        )
-    return original
 
 
 def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
