@@ -10,9 +10,9 @@ logprobs) or counts of drafts and calls; requests to the ducks are digested what
 their order, so that lanes and the serial schedule compare too.
 """
 
+import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,4 +98,9 @@ def _record_engine(llm: Any, prompts: list[list[int]]) -> Iterator[tuple[str, An
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(record(), indent=1) + "\n")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="where to write the record")
+    file = parser.parse_args().file
+    file.write_text(json.dumps(record(), indent=1) + "\n")
