@@ -33,8 +33,10 @@ def main() -> int:
         found: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for turn in range(args.turns):
             print(f"{name}: turn {turn + 1} of {args.turns}", file=sys.stderr)
-            trees = (ROOT, args.other.resolve())
-            ours, other = (measure(tree, name) for tree in trees)
+            # Neither side always comes first.
+            trees = (ROOT, args.other.resolve())[:: 1 if turn % 2 else -1]
+            values = {tree: measure(tree, name) for tree in trees}
+            ours, other = values[ROOT], values[args.other.resolve()]
             for case in ours.keys() & other.keys():
                 found[case].append((ours[case], other[case]))
         for case, pairs in sorted(found.items()):
