@@ -58,18 +58,19 @@ def run_lanes(lanes: Sequence[Lane], num_layers: int) -> None:
             num_started[k] += 1
             in_flight.append(k)
         elif in_flight:
-            k = wait_any(lanes, in_flight)
+            k = next_to_take(lanes, in_flight)
             lanes[k].stage1()
             in_flight.remove(k)
         else:
             return
 
 
-def wait_any(lanes: Sequence[Lane], in_flight: Sequence[int]) -> int:
-    """The lane to wait for next: the first to be done while rows are still to be sent.
+def next_to_take(lanes: Sequence[Lane], in_flight: Sequence[int]) -> int:
+    """The lane whose stage 1 is taken next, once all rows are sent or one has ended.
 
-    Only when all rows are with the ducks may the host sleep; then it is the lane that
-    was sent first, since ducks answer in order.
+    While rows are still to be sent, is_sent() is what sends them: no lane is waited for
+    then, and the first whose stage 1 ends is taken. Behind that it is the lane that was
+    sent first, since ducks answer in order; waiting for it is left to stage1().
     """
     while not all([lanes[k].is_sent() for k in in_flight]):
         for k in in_flight:
