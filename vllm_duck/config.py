@@ -27,6 +27,9 @@ KNOB = f'additional_config["{SETTINGS_KEY}"]'
 DEFAULT_DEADLINE_S = 60.0
 _DAY_S = 86400
 
+# Those of executor/transports.py, or "auto": the first of them that can serve.
+TransportName = Literal["auto", "native", "grpcio"]
+
 
 @dataclass(frozen=True)
 class DuckConfig:
@@ -68,7 +71,7 @@ class DuckConfig:
     reply_dtype: Literal["bf16", "fp32"] = "bf16"
     # What carries the calls: "auto" takes the native stream where this build has it
     # and TLS is off, else grpcio; "native" and "grpcio" insist.
-    transport: Literal["auto", "native", "grpcio"] = "auto"
+    transport: TransportName = "auto"
     # PEM file of the authority that signed the ducks' certificates: turns TLS on.
     tls_ca: str | None = None
     # PEM files of the host's own certificate, for ducks that ask for one.

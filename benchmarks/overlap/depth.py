@@ -11,7 +11,7 @@ from benchmarks.overlap.engine import (
     MTP1,
     NUM_TURNS,
     Engine,
-    fleet_in_process,
+    ducks_in_process,
     one_duck,
     one_duck_settings,
 )
@@ -42,13 +42,13 @@ def depth(model_dir: Path, num_tokens: int) -> Iterator[Result]:
 def measure_layer_us(model_dir: Path, num_tokens: int) -> dict[str, float]:
     """A token's time over the MoE layers; one engine, whose ducks take turns."""
     with contextlib.ExitStack() as stack:
-        in_process = fleet_in_process(model_dir)
+        in_process = ducks_in_process(model_dir)
         fleets: dict[str, Fleet | FanOut] = {"in process": in_process}
         fleets["a bare grpcio echo"] = stack.enter_context(echoed(in_process))
         for transport in ("native", "grpcio"):
             fleet = stack.enter_context(one_duck(model_dir, transport))
             fleets[transport] = fleet
-            endpoints = [duck.name for duck in fleet.ducks]
+            endpoints = [duck.name for duck in fleet.statistics()]
         # Which ones is of no matter: they are exchanged before the first step.
         engine = Engine(model_dir, {"endpoints": endpoints}, None)
         seconds: dict[str, list[float]] = {name: [] for name in fleets}

@@ -13,14 +13,15 @@ from benchmarks.acceptance import make_prompts
 from benchmarks.common import MODEL_DIR
 from testing.ducks.in_process import InProcessDuck
 from testing.engines import start_engine
+from vllm_duck.config import TransportName
 from vllm_duck.executor.compute.kernel import MoeKernel
-from vllm_duck.executor.duck import Shard
+from vllm_duck.executor.duck import FanOut, Shard
 from vllm_duck.executor.fleet import Fleet
+from vllm_duck.executor.grpcio.fan_out import PythonFanOut
 from vllm_duck.executor.serve.local import LocalDucks
 from vllm_duck.executor.serve.shard_moe import ShardMoe
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.weights.loader import load_shard
-from vllm_duck.executor.wire.transport import Transport
 from vllm_duck.spec_decode.lanes.times import Overlap, OverlapMeter
 
 MTP1 = {"method": "duck_mtp1"}
@@ -30,14 +31,14 @@ NUM_TURNS = 4
 MAX_ANSWER = 200
 
 
-def fleet_in_process(model_dir: Path) -> Fleet:
+def ducks_in_process(model_dir: Path) -> FanOut:
     """The ducks' kernel in this process, on one thread."""
     checkpoint = Checkpoint(model_dir)
     model = checkpoint.summary
     whole = Shard(0, model.moe_intermediate_size, 0, model.n_routed_experts)
     loaded = load_shard(checkpoint, whole, show_progress=False)
     kernel = ShardMoe(loaded, MoeKernel(num_threads=1, pin=False))
-    return Fleet([InProcessDuck(kernel, kernel.info)])
+    return PythonFanOut([InProcessDuck(kernel, kernel.info)])
 
 
 def one_duck_settings() -> dict[str, Any]:
@@ -46,7 +47,7 @@ def one_duck_settings() -> dict[str, Any]:
 
 
 @contextmanager
-def one_duck(model_dir: Path, transport: Transport) -> Iterator[Fleet]:
+def one_duck(model_dir: Path, transport: TransportName) -> Iterator[Fleet]:
     """A local duck of one thread, and the way to it."""
     flags = [f"--transport={transport}"]
     with (

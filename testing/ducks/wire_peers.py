@@ -11,21 +11,19 @@ from testing.ducks.mini_model import make_info
 from testing.waiting import WAIT_S, wait_until
 from vllm_duck.errors import DuckTimeout
 from vllm_duck.executor.duck import MoeReply
-from vllm_duck.executor.grpcio.client import GrpcDuck
 from vllm_duck.executor.grpcio.fan_out import PythonFanOut
 from vllm_duck.executor.grpcio.fan_out import _PendingSum as PythonPendingSum
 from vllm_duck.executor.grpcio.server import DuckServer
+from vllm_duck.executor.transports import TRANSPORTS, choose_transport
 from vllm_duck.executor.wire import codec
 from vllm_duck.executor.wire.bf16 import bf16_to_f32
 from vllm_duck.executor.wire.identity import identity_of
 from vllm_duck.executor.wire.limits import FORWARD_METHOD, MAX_MESSAGE_BYTES
-from vllm_duck.executor.wire.recovery import StepLimit
 from vllm_duck.executor.wire.security import ClientSecurity
-from vllm_duck.executor.wire.transport import choose_transport
 
 
 def is_native_built():
-    return choose_transport("auto", has_tls=False).is_native
+    return choose_transport("auto", has_tls=False).transport.name == "native"
 
 
 def replies_of(pending):
@@ -111,46 +109,23 @@ def calling(
 
     infos: who they must be; by default as `serving` makes them.
     """
-    security = ClientSecurity(token=token)
     identities = [identity_of(info) for info in infos or [make_info()] * len(endpoints)]
-    if kind == "native":
-        from vllm_duck.executor.native.client import NativeFanOut
-
-        fan_out = NativeFanOut(
-            endpoints,
-            identities=identities,
-            deadline_s=deadline_s,
-            reply_dtype=reply_dtype,
-            security=security,
-            recover_s=recover_s,
-        )
-        ducks = []
+    common = {
+        "deadline_s": deadline_s,
+        "reply_dtype": reply_dtype,
+        "security": ClientSecurity(token=token),
+    }
+    if kind == "stock":
+        fan_out = PythonFanOut([StockDuck(each, **common) for each in endpoints])
     else:
-        common = {
-            "deadline_s": deadline_s,
-            "reply_dtype": reply_dtype,
-            "security": security,
-        }
-        limit = StepLimit()
-        ducks = [
-            StockDuck(endpoint, **common)
-            if kind == "stock"
-            else GrpcDuck(
-                endpoint,
-                identity=identity,
-                recover_s=recover_s,
-                step_limit=limit,
-                **common,
-            )
-            for endpoint, identity in zip(endpoints, identities, strict=True)
-        ]
-        fan_out = PythonFanOut(ducks, limit)
+        (transport,) = [each for each in TRANSPORTS if each.name == kind]
+        fan_out = transport.connect(
+            endpoints, identities=identities, recover_s=recover_s, **common
+        )
     try:
         yield fan_out
     finally:
         fan_out.close()
-        for duck in ducks:
-            duck.close()
 
 
 class StockDuck:
@@ -164,9 +139,6 @@ class StockDuck:
             endpoint,
             options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)],
         )
-
-    def describe(self):
-        raise AssertionError("not asked here")
 
     def send(self, request):
         message = codec.encode_request(

@@ -6,6 +6,7 @@ from testing.ducks.mini_model import MiniModel, make_mini_model
 from testing.waiting import WAIT_S
 from vllm_duck.executor.compute.kernel import MoeKernel, supported_isas
 from vllm_duck.executor.grpcio.client import GrpcDuck
+from vllm_duck.executor.grpcio.describer import GrpcDescriber
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 
 
@@ -27,6 +28,14 @@ def bf16_checkpoint(tmp_path, bf16_model) -> Checkpoint:
 @pytest.fixture(params=supported_isas())
 def kernel(request) -> MoeKernel:
     return MoeKernel(num_threads=2, isa=request.param)
+
+
+@pytest.fixture
+def describer():
+    def open_describer(endpoint):
+        return GrpcDescriber(endpoint, deadline_s=WAIT_S)
+
+    return open_describer
 
 
 @pytest.fixture

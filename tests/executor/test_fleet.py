@@ -11,7 +11,9 @@ from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
 from vllm_duck.executor import fleet as fleet_module
 from vllm_duck.executor.duck import MoeReply, Shard
-from vllm_duck.executor.fleet import Fleet
+from vllm_duck.executor.fleet import Fleet, check_ducks
+from vllm_duck.executor.grpcio.client import GrpcDuck
+from vllm_duck.executor.grpcio.fan_out import PythonFanOut
 from vllm_duck.executor.grpcio.server import DuckServer
 from vllm_duck.executor.wire.bf16 import bf16_to_f32
 
@@ -69,12 +71,12 @@ def test_partials_are_summed_in_duck_order():
     # In another order, fp32 gives 0 or 2.
     values = [2.0**25, 1.0, -(2.0**25), 1.0]
     ducks = _ducks(*[make_info()] * 4, values=values)
-    total = Fleet(ducks).send(make_request()).wait().total
+    total = PythonFanOut(ducks).send(make_request()).wait().total
     np.testing.assert_array_equal(total, np.ones((3, 32)))
 
 
 def test_the_sum_of_one_duck_is_fresh_and_writable(two_servers):
-    fleet = Fleet(_ducks(make_info(), values=[5.0]))
+    fleet = PythonFanOut(_ducks(make_info(), values=[5.0]))
     pending = fleet.send(make_request())
     pending.wait().total[:] = 0
     np.testing.assert_array_equal(pending.wait().total, np.full((3, 32), 5.0))
@@ -82,19 +84,20 @@ def test_the_sum_of_one_duck_is_fresh_and_writable(two_servers):
 
 def test_bf16_partials_of_in_process_ducks_are_widened():
     duck = InProcessDuck(_constant(1.5), make_info(), reply_dtype="bf16")
-    total = Fleet([duck]).send(make_request()).wait().total
+    total = PythonFanOut([duck]).send(make_request()).wait().total
     np.testing.assert_array_equal(total, np.full((3, 32), 1.5))
 
 
 def test_remote_and_in_process_ducks_mix(two_servers):
-    with Fleet.connect(_endpoints(two_servers)) as remote:
-        fleet = Fleet([*remote.ducks, *_ducks(make_info(), values=[4.0])])
-        total = fleet.send(make_request()).wait().total
+    remote = [GrpcDuck(endpoint) for endpoint in _endpoints(two_servers)]
+    fan_out = PythonFanOut([*remote, *_ducks(make_info(), values=[4.0])])
+    total = fan_out.send(make_request()).wait().total
+    fan_out.close()
     np.testing.assert_array_equal(total, np.full((3, 32), 7.0))
 
 
 def test_replies_are_in_duck_order():
-    fleet = Fleet(_ducks(make_info(), make_info(), values=[1.0, 2.0]))
+    fleet = PythonFanOut(_ducks(make_info(), make_info(), values=[1.0, 2.0]))
     replies = replies_of(fleet.send(make_request()))
     assert [reply.partial[0, 0] for reply in replies] == [1.0, 2.0]
 
@@ -117,7 +120,7 @@ def test_statistics_are_medians_of_each_duck():
 
     duck = Scripted(_constant(0), make_info(), name="a")
     duck.times = [(1, 10, 100), (2, 20, 200), (9, 90, 900)]
-    fleet = Fleet([duck])
+    fleet = PythonFanOut([duck])
     assert fleet.statistics()[0].num_calls == 0
     for _ in range(3):
         fleet.send(make_request()).wait()
@@ -128,13 +131,13 @@ def test_statistics_are_medians_of_each_duck():
 
 def test_a_fleet_that_fits_passes_the_check():
     infos = [make_info(shard) for shard in HALVES]
-    assert Fleet(_ducks(*infos)).check(make_summary()) == infos
-    assert Fleet(_ducks(*infos)).check() == infos
+    assert check_ducks(_ducks(*infos), make_summary()) == infos
+    assert check_ducks(_ducks(*infos)) == infos
 
 
 def test_ducks_may_all_hold_the_experts_requantised():
     infos = [make_info(shard, weight_format="int4-group32") for shard in HALVES]
-    assert Fleet(_ducks(*infos)).check(make_summary()) == infos
+    assert check_ducks(_ducks(*infos), make_summary()) == infos
 
 
 @pytest.mark.parametrize("expect", [make_summary(), None])
@@ -146,7 +149,7 @@ def test_ducks_of_two_weight_formats_are_refused(expect, other):
     ]
     match = f"duck duck1 holds int4-group32, duck duck0 {other}; split or serve all"
     with pytest.raises(DuckConfigError, match=match):
-        Fleet(_ducks(*infos)).check(expect)
+        check_ducks(_ducks(*infos), expect)
 
 
 @pytest.mark.parametrize(
@@ -170,21 +173,21 @@ def test_ducks_of_two_weight_formats_are_refused(expect, other):
 def test_a_duck_of_another_model_is_refused_with_both_values(changes, match):
     infos = [make_info(HALVES[0]), make_info(HALVES[1], **changes)]
     with pytest.raises(DuckConfigError, match=match):
-        Fleet(_ducks(*infos)).check(make_summary())
+        check_ducks(_ducks(*infos), make_summary())
 
 
 def test_without_a_host_model_the_first_duck_is_the_measure():
     infos = [make_info(HALVES[0]), make_info(HALVES[1], model_fingerprint="beef")]
     match = "duck duck1 has fingerprint beef, duck duck0 has f00d"
     with pytest.raises(DuckConfigError, match=match):
-        Fleet(_ducks(*infos)).check()
+        check_ducks(_ducks(*infos))
 
 
 def test_a_duck_of_another_protocol_version_is_refused_with_both():
     infos = [make_info(HALVES[0]), make_info(HALVES[1], protocol_version=99)]
     match = "duck duck1 speaks protocol version 99, this host 2; install the same"
     with pytest.raises(DuckProtocolError, match=match):
-        Fleet(_ducks(*infos)).check(make_summary())
+        check_ducks(_ducks(*infos), make_summary())
 
 
 @pytest.mark.parametrize(
@@ -201,12 +204,12 @@ def test_a_duck_of_another_protocol_version_is_refused_with_both():
 def test_ducks_that_do_not_tile_are_refused_by_name(shards, match):
     ducks = _ducks(*[make_info(shard) for shard in shards])
     with pytest.raises(DuckConfigError, match=match):
-        Fleet(ducks).check(make_summary())
+        check_ducks(ducks, make_summary())
 
 
 def test_a_fleet_of_nobody_is_refused():
     with pytest.raises(DuckConfigError, match="needs at least one duck; set duck.end"):
-        Fleet([])
+        check_ducks([])
 
 
 def test_one_duck_that_is_down_is_named(two_servers):
@@ -251,12 +254,12 @@ def test_a_duck_that_dies_is_named_by_the_calls_in_flight_and_later(
 def test_widened_partials_are_exact():
     duck = InProcessDuck(lambda request, dtype: request.hidden, make_info())
     request = make_request()
-    total = Fleet([duck]).send(request).wait().total
+    total = PythonFanOut([duck]).send(request).wait().total
     np.testing.assert_array_equal(total, bf16_to_f32(request.hidden))
 
 
 def test_an_in_process_duck_that_is_closed_is_unavailable():
-    fleet = Fleet(_ducks(make_info()))
+    fleet = PythonFanOut(_ducks(make_info()))
     fleet.close()
     with pytest.raises(DuckUnavailable, match="duck duck0: the client was closed"):
         fleet.send(make_request())

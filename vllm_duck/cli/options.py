@@ -3,14 +3,14 @@
 import argparse
 import os
 from pathlib import Path
+from typing import get_args
 
-from vllm_duck.config import environment_endpoints
+from vllm_duck.config import TransportName, environment_endpoints
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.duck import REQUANTIZED_FORMATS, Shard
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.weights.plan import ShardPlan
 from vllm_duck.executor.wire.security import ClientSecurity
-from vllm_duck.executor.wire.transport import TRANSPORTS
 
 DEFAULT_NUM_DUCKS = 2
 
@@ -26,7 +26,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_transport(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transport",
-        choices=TRANSPORTS,
+        choices=get_args(TransportName),
         default="auto",
         help="what carries the calls: the native stream where it can serve, or grpcio "
         "(default: %(default)s)",

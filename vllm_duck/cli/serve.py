@@ -17,12 +17,12 @@ from vllm_duck.errors import DuckConfigError, DuckError
 from vllm_duck.executor.compute.kernel import MoeKernel
 from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.serve.local import FAILED_PREFIX, PRIVATE_PREFIX, READY
-from vllm_duck.executor.serve.serving import AnyServer, make_server
 from vllm_duck.executor.serve.shard_moe import ShardMoe
 from vllm_duck.executor.split.format import is_split_directory
 from vllm_duck.executor.split.loader import SplitDirectory
 from vllm_duck.executor.system.cpus import set_thread_cpus
 from vllm_duck.executor.system.process import reset_memory_policy
+from vllm_duck.executor.transports import AnyServer, choose_transport
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.weights.loader import LoadedShard, load_shard
 from vllm_duck.executor.wire.security import ServerSecurity
@@ -144,16 +144,17 @@ def _load(args: argparse.Namespace) -> tuple[AnyServer, str, ShardMoe]:
         is_insecure=args.insecure,
     )
     security.check_listen(args.listen)
+    has_tls = security.tls_cert is not None
+    choice = choose_transport(args.transport, has_tls=has_tls)
     kernel = MoeKernel(num_threads=args.threads, pin=not args.child)
     moe = ShardMoe(_load_weights(args, kernel), kernel)
-    server, transport = make_server(
+    server = choice.transport.make_server(
         moe,
         listen=args.listen,
         security=security,
         max_message_bytes=args.max_message_mib * 2**20,
-        transport=args.transport,
     )
-    return server, transport, moe
+    return server, choice.reason, moe
 
 
 def _load_weights(args: argparse.Namespace, kernel: MoeKernel) -> LoadedShard:

@@ -7,7 +7,7 @@ from vllm_duck.cli import options
 from vllm_duck.endpoints import replicas_of
 from vllm_duck.errors import DuckConfigError, DuckTransportError
 from vllm_duck.executor.duck import DuckInfo
-from vllm_duck.executor.grpcio.client import GrpcDuck
+from vllm_duck.executor.grpcio.describer import GrpcDescriber
 from vllm_duck.executor.wire.security import ClientSecurity
 
 _EPILOG = """\
@@ -54,15 +54,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_status(endpoint: str, deadline_s: float, security: ClientSecurity) -> bool:
-    duck = GrpcDuck(endpoint, deadline_s=deadline_s, security=security)
+    duck = GrpcDescriber(endpoint, deadline_s=deadline_s, security=security)
     try:
         info = duck.describe()
         health = duck.health()
     except DuckTransportError as error:
         print(error, file=sys.stderr)
         return False
-    finally:
-        duck.close()
     print(f"{endpoint}  {health}\n{_describe(info)}")
     return health == "SERVING"
 

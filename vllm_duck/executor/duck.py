@@ -187,6 +187,19 @@ class MoeSum(NamedTuple):
 MoeFunction: TypeAlias = Callable[[MoeRequest, ReplyDtype], Partial]
 
 
+class ServedShard(Protocol):
+    """A MoeFunction over one shard, as a duck serves it."""
+
+    @property
+    def info(self) -> DuckInfo: ...
+
+    def __call__(self, request: MoeRequest, reply_dtype: ReplyDtype) -> Partial: ...
+
+    def native_compute(self) -> object:
+        """The same for C++, which calls it without Python: csrc/base/compute.h."""
+        ...
+
+
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -206,8 +219,8 @@ class InFlight(Protocol[T_co]):
         ...
 
 
-class Duck(Protocol):
-    """One remote (or in-process) executor of one shard."""
+class Describer(Protocol):
+    """Asks one duck what it holds."""
 
     @property
     def name(self) -> str:
@@ -215,6 +228,18 @@ class Duck(Protocol):
         ...
 
     def describe(self) -> DuckInfo: ...
+
+
+class Duck(Protocol):
+    """One remote (or in-process) executor of one shard, called by a client of its own.
+
+    What a transport has that sends to all ducks at once, as the native one, is no Duck.
+    """
+
+    @property
+    def name(self) -> str:
+        """The endpoint, as logs and errors name this duck."""
+        ...
 
     def send(self, request: MoeRequest) -> InFlight[MoeReply]:
         """Send a request and return at once; several may be in flight."""
@@ -256,7 +281,7 @@ class DuckStatistics:
 
 
 class FanOut(Ducks, Protocol):
-    """How a fleet calls its ducks: in Python, or by the native stream."""
+    """How a fleet calls its ducks: what a transport's `connect` gives."""
 
     def statistics(self) -> list[DuckStatistics]:
         """How each duck did, in duck order."""

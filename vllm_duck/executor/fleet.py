@@ -1,17 +1,16 @@
 """All ducks of a model as one: connected, checked together, called together."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 
-from vllm_duck.config import DEFAULT_DEADLINE_S
+from vllm_duck.config import DEFAULT_DEADLINE_S, TransportName
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
     REQUANTIZED_FORMATS,
-    Duck,
+    Describer,
     DuckInfo,
     DuckStatistics,
     FanOut,
@@ -21,13 +20,11 @@ from vllm_duck.executor.duck import (
     MoeSum,
     ReplyDtype,
 )
-from vllm_duck.executor.grpcio.client import GrpcDuck
-from vllm_duck.executor.grpcio.fan_out import PythonFanOut
+from vllm_duck.executor.grpcio.describer import GrpcDescriber
+from vllm_duck.executor.transports import choose_transport
 from vllm_duck.executor.weights.plan import check_tiling
 from vllm_duck.executor.wire.identity import identity_of
-from vllm_duck.executor.wire.recovery import StepLimit
 from vllm_duck.executor.wire.security import ClientSecurity
-from vllm_duck.executor.wire.transport import Transport, choose_transport
 
 _CONNECT_POLL_S = 0.2
 
@@ -36,21 +33,14 @@ class Fleet:
     """The ducks that together hold the model, in duck order."""
 
     def __init__(
-        self,
-        ducks: Sequence[Duck],
-        *,
-        reply_dtype: ReplyDtype = "bf16",
-        fan_out: FanOut | None = None,
-        transport: str = "",
+        self, describers: Sequence[Describer], fan_out: FanOut, *, transport: str = ""
     ) -> None:
-        """fan_out: who calls the ducks; by default each duck's own client.
+        """Both of the same ducks, in the same order.
 
-        transport: what a log says of it.
+        transport: what a log says of the fan-out.
         """
-        if not ducks:
-            raise DuckConfigError("a fleet needs at least one duck; set duck.endpoints")
-        self._ducks = tuple(ducks)
-        self._fan_out = fan_out or PythonFanOut(ducks)
+        self._describers = tuple(describers)
+        self._fan_out = fan_out
         self.transport = transport
 
     @classmethod
@@ -63,8 +53,7 @@ class Fleet:
         deadline_s: float = DEFAULT_DEADLINE_S,
         reply_dtype: ReplyDtype = "bf16",
         security: ClientSecurity | None = None,
-        io_cpus: Collection[int] | None = None,
-        transport: Transport = "auto",
+        transport: TransportName = "auto",
         recover_s: float = 0.0,
     ) -> "Fleet":
         """Connect to every duck and check that together they are the model.
@@ -74,7 +63,6 @@ class Fleet:
 
         connect_s: how long to wait for ducks that are not up yet.
         recover_s: how long a lost duck is waited for, later; 0 fails its calls at once.
-        io_cpus: for the threads of grpcio; the native stream has none.
 
         Raises:
             DuckConfigError: the ducks do not tile the model, or are of another one, or
@@ -83,83 +71,28 @@ class Fleet:
         """
         security = security or ClientSecurity()
         choice = choose_transport(transport, has_tls=security.tls_ca is not None)
-        step_limit = StepLimit()
-        with ExitStack() as undo:
-            ducks: list[Duck] = []
-            for endpoint in endpoints:
-                duck = GrpcDuck(
-                    endpoint,
-                    deadline_s=deadline_s,
-                    reply_dtype=reply_dtype,
-                    security=security,
-                    io_cpus=io_cpus,
-                    recover_s=recover_s,
-                    step_limit=step_limit,
-                )
-                undo.callback(duck.close)
-                ducks.append(duck)
-            infos = cls(ducks).check(expect, connect_s=connect_s)
-            fan_out: FanOut = PythonFanOut(ducks, step_limit)
-            if choice.is_native:
-                from vllm_duck.executor.native.client import NativeFanOut
-
-                fan_out = NativeFanOut(
-                    endpoints,
-                    identities=[identity_of(info) for info in infos],
-                    deadline_s=deadline_s,
-                    reply_dtype=reply_dtype,
-                    security=security,
-                    recover_s=recover_s,
-                )
-            undo.pop_all()
-        return cls(
-            ducks, reply_dtype=reply_dtype, fan_out=fan_out, transport=choice.reason
+        describers = [
+            GrpcDescriber(endpoint, deadline_s=deadline_s, security=security)
+            for endpoint in endpoints
+        ]
+        infos = check_ducks(describers, expect, connect_s=connect_s)
+        fan_out = choice.transport.connect(
+            endpoints,
+            identities=[identity_of(info) for info in infos],
+            deadline_s=deadline_s,
+            reply_dtype=reply_dtype,
+            security=security,
+            recover_s=recover_s,
         )
+        return cls(describers, fan_out, transport=choice.reason)
 
-    @property
-    def ducks(self) -> tuple[Duck, ...]:
-        return self._ducks
-
-    def describe(self, *, connect_s: float = 0.0) -> list[DuckInfo]:
-        """Ask every duck, all at once, what it holds; wait for those not up yet.
+    def describe(self) -> list[DuckInfo]:
+        """Ask every duck, all at once, what it holds now.
 
         Raises:
             DuckTransportError: the first duck in order that does not answer well.
         """
-        give_up_s = time.monotonic() + connect_s
-        with ThreadPoolExecutor(len(self._ducks), "duck-describe") as pool:
-            return list(
-                pool.map(lambda duck: _describe_until(duck, give_up_s), self._ducks)
-            )
-
-    def check(
-        self, expect: ModelSummary | None = None, *, connect_s: float = 0.0
-    ) -> list[DuckInfo]:
-        """Check that the ducks are of one protocol and model, and tile it exactly.
-
-        Raises:
-            DuckProtocolError: a duck of another protocol version.
-            DuckConfigError: a duck of another model or another --weight-format than
-                the first, a gap or an overlap.
-        """
-        infos = self.describe(connect_s=connect_s)
-        names = [duck.name for duck in self._ducks]
-        for name, info in zip(names, infos, strict=True):
-            _check_version(name, info)
-        if expect is None:
-            expect, owner = infos[0].model, f"duck {names[0]}"
-        else:
-            owner = "this host"
-        for name, info in zip(names, infos, strict=True):
-            _check_model(name, info.model, expect, owner=owner)
-        _check_weight_formats(names, infos)
-        check_tiling(
-            [info.shard for info in infos],
-            [f"duck {name}" for name in names],
-            num_columns=expect.moe_intermediate_size,
-            num_experts=expect.n_routed_experts,
-        )
-        return infos
+        return _describe_all(self._describers, connect_s=0.0)
 
     def send(self, request: MoeRequest) -> InFlight[MoeSum]:
         """Send one request to all ducks and return at once; several may be in flight.
@@ -178,8 +111,6 @@ class Fleet:
 
     def close(self) -> None:
         self._fan_out.close()
-        for duck in self._ducks:
-            duck.close()
 
     def __enter__(self) -> "Fleet":
         return self
@@ -188,7 +119,52 @@ class Fleet:
         self.close()
 
 
-def _describe_until(duck: Duck, give_up_s: float) -> DuckInfo:
+def check_ducks(
+    describers: Sequence[Describer],
+    expect: ModelSummary | None = None,
+    *,
+    connect_s: float = 0.0,
+) -> list[DuckInfo]:
+    """Check that the ducks are of one protocol and model, and tile it exactly.
+
+    Raises:
+        DuckProtocolError: a duck of another protocol version.
+        DuckConfigError: no duck at all; a duck of another model or another
+            --weight-format than the first; a gap or an overlap.
+        DuckTransportError: a duck does not answer, or not as a duck.
+    """
+    if not describers:
+        raise DuckConfigError("a fleet needs at least one duck; set duck.endpoints")
+    infos = _describe_all(describers, connect_s=connect_s)
+    names = [duck.name for duck in describers]
+    for name, info in zip(names, infos, strict=True):
+        _check_version(name, info)
+    if expect is None:
+        expect, owner = infos[0].model, f"duck {names[0]}"
+    else:
+        owner = "this host"
+    for name, info in zip(names, infos, strict=True):
+        _check_model(name, info.model, expect, owner=owner)
+    _check_weight_formats(names, infos)
+    check_tiling(
+        [info.shard for info in infos],
+        [f"duck {name}" for name in names],
+        num_columns=expect.moe_intermediate_size,
+        num_experts=expect.n_routed_experts,
+    )
+    return infos
+
+
+def _describe_all(
+    describers: Sequence[Describer], *, connect_s: float
+) -> list[DuckInfo]:
+    """All at once; waits for those that are not up yet."""
+    give_up_s = time.monotonic() + connect_s
+    with ThreadPoolExecutor(len(describers), "duck-describe") as pool:
+        return list(pool.map(lambda duck: _describe_until(duck, give_up_s), describers))
+
+
+def _describe_until(duck: Describer, give_up_s: float) -> DuckInfo:
     while True:
         try:
             return duck.describe()

@@ -63,8 +63,8 @@ def start_server():
         server.stop(0)
 
 
-def test_describe_gives_the_info_with_the_memory_of_now(start_server, connect):
-    info = connect(start_server().endpoint).describe()
+def test_describe_gives_the_info_with_the_memory_of_now(start_server, describer):
+    info = describer(start_server().endpoint).describe()
     assert info.resident_bytes > make_info().resident_bytes
     assert info == make_info(resident_bytes=info.resident_bytes)
 
@@ -301,16 +301,16 @@ def test_a_stock_client_from_the_proto_is_served(start_server):
     assert reply.partial == echo(request, "fp32").tobytes()
 
 
-def test_health_says_serving_until_the_server_stops(start_server, connect):
+def test_health_says_serving_until_the_server_stops(start_server, describer):
     server = start_server()
-    assert connect(server.endpoint).health() == "SERVING"
+    assert describer(server.endpoint).health() == "SERVING"
     with grpc.insecure_channel(server.endpoint) as channel:
         request = health_pb2.HealthCheckRequest(service="")
         reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=WAIT_S)
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
     server.stop(0)
     with pytest.raises(DuckUnavailable, match="cannot be reached"):
-        connect(server.endpoint).health()
+        describer(server.endpoint).health()
 
 
 def test_reflection_lists_the_duck_service(start_server):

@@ -18,7 +18,7 @@ from testing.ducks.wire_peers import calling, needs_native, serving
 from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
 from vllm_duck.executor.duck import MoeRequest
-from vllm_duck.executor.grpcio.client import GrpcDuck
+from vllm_duck.executor.grpcio.describer import GrpcDescriber
 from vllm_duck.executor.system.process import resident_bytes
 from vllm_duck.executor.wire import codec, duck_pb2, duck_pb2_grpc
 from vllm_duck.executor.wire.limits import FORWARD_METHOD, SERVICE
@@ -225,7 +225,7 @@ def test_calls_beyond_64_are_refused_and_the_others_go_on(server, channel):
 def test_only_the_token_opens_the_duck_and_health_stays_open(token):
     security = ServerSecurity(token="secret")
     with serving("native", security=security) as server:
-        duck = GrpcDuck(server.endpoint, security=ClientSecurity(token=token))
+        duck = GrpcDescriber(server.endpoint, security=ClientSecurity(token=token))
         assert duck.health() == "SERVING"
         with calling("native", [server.endpoint], token=token) as fan_out:
             if token == "secret":

@@ -17,7 +17,7 @@ from testing.ducks.meddler import Meddler
 from testing.ducks.mini_model import make_request
 from testing.ducks.wire_peers import calling, needs_native, serving
 from vllm_duck.errors import DuckShapeError, DuckTransportError
-from vllm_duck.executor.grpcio.client import GrpcDuck
+from vllm_duck.executor.grpcio.describer import GrpcDescriber
 from vllm_duck.executor.wire import codec
 from vllm_duck.executor.wire.bf16 import bf16_to_f32
 from vllm_duck.executor.wire.limits import FORWARD_METHOD
@@ -60,7 +60,7 @@ def _call_by_grpcio(endpoint):
 
 
 def _describe(endpoint):
-    duck = GrpcDuck(endpoint)
+    duck = GrpcDescriber(endpoint)
     duck.describe()
     duck.health()
 

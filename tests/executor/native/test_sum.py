@@ -8,8 +8,8 @@ from testing.ducks.wire_peers import NATIVE, calling, replies_of
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.executor.compute.kernel import MoeKernel
 from vllm_duck.executor.duck import Shard
-from vllm_duck.executor.serve.serving import make_server
 from vllm_duck.executor.serve.shard_moe import ShardMoe
+from vllm_duck.executor.transports import choose_transport
 from vllm_duck.executor.weights.loader import load_shard
 from vllm_duck.executor.wire.security import ServerSecurity
 
@@ -38,12 +38,11 @@ def start(moes):
 
     def start_all(transport):
         for moe in moes:
-            server, _ = make_server(
+            server = choose_transport(transport, has_tls=False).transport.make_server(
                 moe,
                 listen="localhost:0",
                 security=ServerSecurity(),
                 max_message_bytes=1 << 20,
-                transport=transport,
             )
             server.start()
             servers.append(server)

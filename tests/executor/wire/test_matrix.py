@@ -100,9 +100,9 @@ def test_a_fleet_of_both_servers_is_summed(client):
 
 
 def test_the_info_of_every_server_is_the_same(server):
-    from vllm_duck.executor.grpcio.client import GrpcDuck
+    from vllm_duck.executor.grpcio.describer import GrpcDescriber
 
-    duck = GrpcDuck(server.endpoint)
+    duck = GrpcDescriber(server.endpoint)
     info = duck.describe()
     assert info.resident_bytes > make_info().resident_bytes
     assert info == make_info(resident_bytes=info.resident_bytes)

@@ -7,6 +7,7 @@ import pytest
 from testing.ducks.mini_model import make_info, make_request
 from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
 from vllm_duck.executor.grpcio.client import GrpcDuck
+from vllm_duck.executor.grpcio.describer import GrpcDescriber
 from vllm_duck.executor.grpcio.server import DuckServer
 from vllm_duck.executor.wire.security import ClientSecurity, ServerSecurity, read_token
 
@@ -18,7 +19,7 @@ def _zeros(request, reply_dtype):
 def _call(endpoint, security):
     duck = GrpcDuck(endpoint, security=security)
     try:
-        duck.describe()
+        GrpcDescriber(endpoint, security=security).describe()
         return duck.send(make_request()).wait()
     finally:
         duck.close()
@@ -92,9 +93,8 @@ def test_a_stream_without_the_token_is_refused(start_server):
 
 
 def test_health_needs_no_token(start_server):
-    duck = GrpcDuck(start_server(ServerSecurity(token="secret")))
-    assert duck.health() == "SERVING"
-    duck.close()
+    endpoint = start_server(ServerSecurity(token="secret"))
+    assert GrpcDescriber(endpoint).health() == "SERVING"
 
 
 def test_tls_with_the_right_authority_works(start_server, certificates):

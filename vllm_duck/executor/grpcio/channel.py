@@ -5,7 +5,11 @@ import grpc
 from vllm_duck.endpoints import UNIX_PREFIX
 from vllm_duck.executor.wire.addresses import grpc_target
 from vllm_duck.executor.wire.errors import error_of_status
-from vllm_duck.executor.wire.limits import MAX_MESSAGE_BYTES
+from vllm_duck.executor.wire.limits import (
+    MAX_MESSAGE_BYTES,
+    TOKEN_METADATA_KEY,
+    TOKEN_PREFIX,
+)
 from vllm_duck.executor.wire.security import ClientSecurity
 
 _CHANNEL_OPTIONS = [
@@ -53,3 +57,9 @@ def open_channel(endpoint: str, security: ClientSecurity) -> grpc.Channel:
         certificate_chain=security.tls_cert,
     )
     return grpc.secure_channel(target, credentials, options=options)
+
+
+def token_metadata(security: ClientSecurity) -> list[tuple[str, str]]:
+    """What a call says of the shared secret."""
+    token = security.token
+    return [] if token is None else [(TOKEN_METADATA_KEY, TOKEN_PREFIX + token)]

@@ -12,51 +12,34 @@ Invariants, pinned by tests:
 """
 
 import itertools
-import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from vllm_duck.config import DEFAULT_DEADLINE_S
 from vllm_duck.endpoints import join_replicas, replicas_of
 from vllm_duck.errors import (
-    DuckConfigError,
     DuckError,
     DuckProtocolError,
     DuckTimeout,
     DuckUnavailable,
 )
 from vllm_duck.executor.duck import (
-    DuckInfo,
     MoeReply,
     MoeRequest,
     ReplyDtype,
 )
 from vllm_duck.executor.grpcio.call import ForwardCall
-from vllm_duck.executor.grpcio.channel import open_channel
+from vllm_duck.executor.grpcio.channel import open_channel, token_metadata
+from vllm_duck.executor.grpcio.fan_out import PythonFanOut
 from vllm_duck.executor.grpcio.pending import Pending, renewed
 from vllm_duck.executor.system.cpus import allowed_cpus, run_on_cpus
 from vllm_duck.executor.wire.codec import (
-    DESCRIBE_REQUEST,
     DecodedReply,
-    decode_info,
     encode_request,
 )
-from vllm_duck.executor.wire.errors import (
-    error_of_reply,
-    error_of_rpc,
-)
-from vllm_duck.executor.wire.identity import identity_of
-from vllm_duck.executor.wire.limits import (
-    DESCRIBE_METHOD,
-    SERVICE,
-    TOKEN_METADATA_KEY,
-    TOKEN_PREFIX,
-)
+from vllm_duck.executor.wire.errors import error_of_reply
 from vllm_duck.executor.wire.recovery import (
     MAX_SENDS,
     RecoveryLog,
@@ -65,8 +48,6 @@ from vllm_duck.executor.wire.recovery import (
     gave_up,
 )
 from vllm_duck.executor.wire.security import ClientSecurity
-
-logger = logging.getLogger(__name__)
 
 
 class StreamEnd(NamedTuple):
@@ -79,12 +60,38 @@ class StreamEnd(NamedTuple):
     was_proven: bool
 
 
-class GrpcDuck:
-    """A duck at an endpoint; nothing is connected before the first call.
+def connect(
+    endpoints: Sequence[str],
+    *,
+    identities: Sequence[str],
+    deadline_s: float,
+    reply_dtype: ReplyDtype,
+    security: ClientSecurity,
+    recover_s: float,
+) -> PythonFanOut:
+    """`transports.Connect`: a client for each duck."""
+    step_limit = StepLimit()
+    ducks = [
+        GrpcDuck(
+            endpoint,
+            deadline_s=deadline_s,
+            reply_dtype=reply_dtype,
+            security=security,
+            identity=identity,
+            recover_s=recover_s,
+            step_limit=step_limit,
+        )
+        for endpoint, identity in zip(endpoints, identities, strict=True)
+    ]
+    return PythonFanOut(ducks, step_limit)
 
-    `io_cpus` are the cpus for the threads that gRPC and this client start; by default
-    all. Without it they would inherit the caller's affinity, and vLLM pins its worker's
-    main thread to one cpu: they would then take turns with the model's own compute.
+
+class GrpcDuck:
+    """`duck.Duck` at an endpoint; nothing is connected before the first call.
+
+    The threads that gRPC and this client start run on all cpus. They would inherit the
+    caller's affinity, and vLLM pins its worker's main thread to one cpu: they would
+    then take turns with the model's own compute.
     """
 
     def __init__(
@@ -94,14 +101,13 @@ class GrpcDuck:
         deadline_s: float = DEFAULT_DEADLINE_S,
         reply_dtype: ReplyDtype = "bf16",
         security: ClientSecurity | None = None,
-        io_cpus: Collection[int] | None = None,
         identity: str | None = None,
         recover_s: float = 0.0,
         step_limit: StepLimit | None = None,
     ) -> None:
         """endpoint: of replicas, which stand in for each other, all with | in between.
 
-        identity: who must answer, as identity_of() says it; describe() sets it.
+        identity: who must answer, as identity_of() says it; None: any duck.
 
         recover_s: how long a lost duck is waited for; 0 fails its calls at once.
         """
@@ -110,12 +116,10 @@ class GrpcDuck:
         self._deadline_s = deadline_s
         self._reply_dtype: ReplyDtype = reply_dtype
         self._security = security or ClientSecurity()
-        self._io_cpus = io_cpus or allowed_cpus()
         self._recover_s = recover_s
         self._step_limit = step_limit or StepLimit()
         self._log = RecoveryLog()
         self._request_ids = itertools.count(1)
-        # A stream without one takes any duck.
         self._identity = identity
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -138,61 +142,6 @@ class GrpcDuck:
     def name(self) -> str:
         return self._name
 
-    def describe(self) -> DuckInfo:
-        """Ask the duck what it holds; of replicas, all that answer.
-
-        Raises:
-            DuckTransportError: no duck answers there before the deadline.
-            DuckConfigError: its replicas do not hold the same.
-        """
-        found: dict[str, DuckInfo] = {}
-        for endpoint in self._replicas:
-            try:
-                found[endpoint] = self._describe(endpoint)
-            except (DuckUnavailable, DuckTimeout) as error:
-                if endpoint == self._replicas[-1] and not found:
-                    raise
-                if len(self._replicas) > 1:
-                    logger.warning("replica %s does not answer: %s", endpoint, error)
-        (first, info), *others = found.items()
-        for endpoint, other in others:
-            if identity_of(other) != identity_of(info):
-                raise DuckConfigError(
-                    f"replicas must hold the same slice, got {identity_of(info)} at "
-                    f"{first} and {identity_of(other)} at {endpoint}; correct "
-                    "duck.endpoints, or start the right duck there"
-                )
-        self._identity = identity_of(info)
-        return info
-
-    def _describe(self, endpoint: str) -> DuckInfo:
-        try:
-            with self._new_channel(endpoint) as channel:
-                message = channel.unary_unary(DESCRIBE_METHOD)(
-                    DESCRIBE_REQUEST,
-                    timeout=self._deadline_s,
-                    metadata=self._metadata(),
-                )
-        except grpc.RpcError as error:
-            raise error_of_rpc(endpoint, error) from error
-        return decode_info(message)
-
-    def health(self) -> str:
-        """Ask the standard health service: "SERVING" or "NOT_SERVING".
-
-        Raises:
-            DuckTransportError: nothing answers there before the deadline.
-        """
-        try:
-            with self._new_channel(self._replicas[self._active]) as channel:
-                reply = health_pb2_grpc.HealthStub(channel).Check(
-                    health_pb2.HealthCheckRequest(service=SERVICE),
-                    timeout=self._deadline_s,
-                )
-        except grpc.RpcError as error:
-            raise error_of_rpc(self._name, error) from error
-        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
-
     def send(self, request: MoeRequest) -> Pending:
         """Send a request and return at once.
 
@@ -214,7 +163,7 @@ class GrpcDuck:
             if self._is_proven and self._call is not None:
                 self._call.send(message)
             elif not self._has_thread:
-                run_on_cpus(self._start_thread, self._io_cpus)
+                run_on_cpus(self._start_thread, allowed_cpus())
         return pending
 
     def close(self) -> None:
@@ -257,11 +206,6 @@ class GrpcDuck:
         if call is not None:
             call.break_off(self._late())
 
-    def _new_channel(self, endpoint: str) -> grpc.Channel:
-        return run_on_cpus(
-            lambda: open_channel(endpoint, self._security), self._io_cpus
-        )
-
     def _start_thread(self) -> None:
         self._has_thread = True
         threading.Thread(
@@ -289,7 +233,10 @@ class GrpcDuck:
         except DuckUnavailable as error:
             return StreamEnd(error, may_resend=True, was_proven=False)
         call = ForwardCall(
-            self._name, channel, identity=self._identity, metadata=self._metadata()
+            self._name,
+            channel,
+            identity=self._identity,
+            metadata=token_metadata(self._security),
         )
         with self._lock:
             self._call = call
@@ -379,7 +326,3 @@ class GrpcDuck:
             f"duck {self._name} did not answer within deadline_s={self._deadline_s}; "
             "raise deadline_s if it is only slow"
         )
-
-    def _metadata(self) -> list[tuple[str, str]]:
-        token = self._security.token
-        return [] if token is None else [(TOKEN_METADATA_KEY, TOKEN_PREFIX + token)]

@@ -29,7 +29,7 @@ _STATISTICS_WINDOW = 4096
 
 
 class PythonFanOut:
-    """`duck.FanOut`: calls every duck through its own client."""
+    """`duck.FanOut`: calls every duck through its own client, and closes them."""
 
     def __init__(
         self, ducks: Sequence[Duck], step_limit: StepLimit | None = None
@@ -49,7 +49,8 @@ class PythonFanOut:
         self._step_limit.end_s = time.monotonic() + limit_s
 
     def close(self) -> None:
-        """The ducks are closed by their owner."""
+        for duck in self._ducks:
+            duck.close()
 
 
 class _PendingSum:

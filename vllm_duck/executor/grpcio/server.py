@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from vllm_duck.endpoints import UNIX_PREFIX, join_host_port, split_host_port
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
-from vllm_duck.executor.duck import DuckInfo, MoeFunction
+from vllm_duck.executor.duck import DuckInfo, MoeFunction, ServedShard
 from vllm_duck.executor.grpcio.forward_stream import ForwardStream, OneAtATime
 from vllm_duck.executor.system.process import resident_bytes
 from vllm_duck.executor.wire.addresses import local_addresses, unix_target
@@ -41,6 +41,19 @@ MAX_CONCURRENT_CALLS = 64
 _STOP_MARGIN_S = 1.0
 
 _HEALTH_PREFIX = f"/{health.SERVICE_NAME}/"
+
+
+def make_server(
+    moe: ServedShard, *, listen: str, security: ServerSecurity, max_message_bytes: int
+) -> "DuckServer":
+    """`transports.MakeServer`."""
+    return DuckServer(
+        moe,
+        moe.info,
+        listen=listen,
+        security=security,
+        max_message_bytes=max_message_bytes,
+    )
 
 
 class DuckServer:

@@ -42,7 +42,7 @@ _GAVE_UP, _LOST, _BACK = range(6, 9)
 
 
 class NativeFanOut:
-    """One request to all ducks at once, in duck order; connects at the first one."""
+    """`duck.FanOut`: one request to all ducks at once; connects at the first one."""
 
     def __init__(
         self,
@@ -192,3 +192,7 @@ class _PendingSum:
         self._fan_out.await_replies(self._ticket, total)
         times_us = _stream.ticket_times(self._ticket)
         return MoeSum(total, CallTimes(self._sent_ns, *times_us))
+
+
+# `transports.Connect`.
+connect = NativeFanOut

@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from vllm_duck.executor import _stream
-from vllm_duck.executor.duck import DuckInfo
+from vllm_duck.executor.duck import DuckInfo, ServedShard
 from vllm_duck.executor.grpcio.server import MAX_CONCURRENT_CALLS, remove_socket
 from vllm_duck.executor.native.listeners import open_listeners
 from vllm_duck.executor.system.process import resident_bytes
@@ -37,6 +37,19 @@ _REFLECTION_METHOD = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 
 # ControlEvent::Kind of csrc/stream/server/peer.h.
 _START, _MESSAGE, _HALF_CLOSE, _GONE, _NOTICE = range(5)
+
+
+def make_server(
+    moe: ServedShard, *, listen: str, security: ServerSecurity, max_message_bytes: int
+) -> "NativeDuckServer":
+    """`transports.MakeServer`."""
+    return NativeDuckServer(
+        moe.native_compute(),
+        moe.info,
+        listen=listen,
+        security=security,
+        max_message_bytes=max_message_bytes,
+    )
 
 
 class NativeDuckServer:
