@@ -249,7 +249,6 @@ def _only_the_newest_row(runner: Any) -> None:
     """Run each MTP row as a sequence of its own, in the block that vLLM never uses."""
     from vllm_duck.models.batch import AttentionBatch, RequestRows
     from vllm_duck.models.cpu.layer import DoneLayer
-    from vllm_duck.models.cpu.step import CpuStep
 
     block_size = runner.cache_config.block_size
     layer = runner.drafter.model.layer
@@ -262,9 +261,7 @@ def _only_the_newest_row(runner: Any) -> None:
             block_table=np.zeros((1, 1), np.int32),
             block_size=block_size,
         )
-        outs = [
-            stage0(rows[[i]], CpuStep(own, step.rotations[[i]])).wait() for i in wanted
-        ]
+        outs = [stage0(rows[[i]], step.lane(np.array([i]), own)).wait() for i in wanted]
         return DoneLayer(np.concatenate([out.rows for out in outs]))
 
     layer.stage0 = stage0_alone

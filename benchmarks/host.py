@@ -30,11 +30,11 @@ from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.cpu.backend import CpuBackend
 from vllm_duck.models.cpu.layer import CpuLayer
 from vllm_duck.models.cpu.moe import PendingMoe
+from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.cpu.step import CpuStep
 from vllm_duck.models.cpu.threads import Bits, configure, to_bits
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
-from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope
 from vllm_duck.spec_decode.lanes.policy import LanePolicy
 from vllm_duck.spec_decode.lanes.run import Lanes
@@ -214,7 +214,7 @@ def _make_layers(
                 is_norm = "norm" in name and name.endswith("weight")
                 view.normal_(std=0.05).add_(1.0 if is_norm else 0.0)
             peers.append(TorchLayer(dims, layer, num_blocks * BLOCK_SIZE))
-            finish_loading(layer)
+            pack_modules(layer)
             layer.mlp.ducks = InstantDucks()
             layers.append(layer)
     world.allocate()

@@ -10,9 +10,9 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 
 from testing.paged_world import PagedWorld
 from vllm_duck.models.cpu.attention import SparseAttention
+from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
-from vllm_duck.models.packing import finish_loading
 
 YARN = {
     "rope_type": "yarn",
@@ -91,7 +91,7 @@ def make_pair(config, kv_dtype="bf16", seed=0, weights=None):
         view.copy_(parameters[name.removeprefix("attn.")])
     for norm in (ours.input_norm, ours.output_norm):
         norm.weight.data.fill_(1.0)
-    finish_loading(ours)
+    pack_modules(ours)
     world.allocate()
     return oracle, ours, world
 

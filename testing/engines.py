@@ -115,7 +115,7 @@ def _end_engines() -> None:
             if hasattr(client, "engine_core"):
                 client.shutdown()
         # Of a start that failed.
-        for worker in [each for each in found if type(each) is DuckWorker]:
+        for worker in [each for each in found if issubclass(type(each), DuckWorker)]:
             worker.stop_ducks()
         cleanup_dist_env_and_memory()
     del found

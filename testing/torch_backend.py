@@ -6,7 +6,6 @@ that are ready only some time after stage 0 has begun, as on a device.
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,10 +25,24 @@ def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
 @dataclass(frozen=True)
 class TorchStep:
     batch: AttentionBatch
-    rotations: np.ndarray
+    rotations: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rotations)
+
+    def lane(self, index, batch: AttentionBatch) -> "TorchStep":
+        return TorchStep(batch, self.rotations[index])
 
 
-class Norm(nn.Module):
+class Part(nn.Module):
+    """Computes with the weights as they were loaded."""
+
+    def finish_loading(self) -> None:
+        pass
+
+
+class Norm(Part):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = parameter(size), eps
@@ -42,7 +55,7 @@ class Norm(nn.Module):
         yield f"{prefix}.weight", self.weight.data
 
 
-class Linear(nn.Module):
+class Linear(Part):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = parameter(out_features, in_features)
@@ -54,17 +67,19 @@ class Linear(nn.Module):
         yield f"{prefix}.weight", self.weight.data
 
 
-class Embedding(nn.Embedding):
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__(vocab_size, hidden_size, dtype=torch.bfloat16)
-        self.requires_grad_(False)
-
-
-class Head(nn.Module):
+class Embedding(Part):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = parameter(vocab_size, hidden_size, dtype=torch.bfloat16)
 
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.weight)
+
+    def checkpoint_views(self, prefix):
+        yield f"{prefix}.weight", self.weight.data
+
+
+class Head(Embedding):
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden.float(), self.weight.float())
 
@@ -103,7 +118,7 @@ class Mlp(nn.Module):
             yield from self.get_submodule(name).checkpoint_views(f"{prefix}.{name}")
 
 
-class TorchLayer(nn.Module):
+class TorchLayer(Part):
     """Attention over the caches that vLLM allocated, and the MLP or the ducks."""
 
     def __init__(self, dims, layer_idx, caches) -> None:
@@ -164,7 +179,7 @@ class TorchLayer(nn.Module):
             return rows, rows
         self.attention.latent_rows = latent.kv_cache.view(-1, latent.format.token_bytes)
         self.attention.index_rows = index.kv_cache.view(-1, index.format.token_bytes)
-        return self.attention(rows, torch.from_numpy(step.rotations), step.batch)
+        return self.attention(rows, step.rotations, step.batch)
 
 
 class Pending:

@@ -97,8 +97,9 @@ def test_the_runner_is_swapped_only_while_a_worker_builds_it():
     class Runner:
         pass
 
-    with hooks.using_model_runner(Runner):
+    with hooks.using_cpu_runner(Runner), hooks.using_all_logits_processors():
         assert cpu_worker.CPUModelRunner is Runner
+        assert gpu_model_runner.build_logitsprocs is not before[1]
     assert [getattr(module, name) for module, name in names] == before
 
 

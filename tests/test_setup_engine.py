@@ -27,7 +27,7 @@ def _clean_environment(monkeypatch):
 
 def test_duck_sets_its_worker_loader_and_model(tiny_model):
     config = make_args(tiny_model).create_engine_config()
-    assert config.parallel_config.worker_cls == "vllm_duck.worker.DuckWorker"
+    assert config.parallel_config.worker_cls == "vllm_duck.cpu_worker.CpuDuckWorker"
     assert config.load_config.load_format == "duck"
     assert config.model_config._model_info.architecture == "TargetForCausalLM"
     assert DuckConfig.of(config) == DuckConfig()
@@ -177,7 +177,7 @@ def test_the_method_turns_duck_on_and_sets_what_it_needs(tiny_model):
     assert speculative.disable_padded_drafter_batch
     assert speculative.draft_sample_method == "probabilistic"
     assert not config.scheduler_config.async_scheduling
-    assert config.parallel_config.worker_cls == "vllm_duck.worker.DuckWorker"
+    assert config.parallel_config.worker_cls == "vllm_duck.cpu_worker.CpuDuckWorker"
     assert setup_engine.is_duck_speculation(speculative)
 
 
@@ -194,7 +194,7 @@ def test_the_command_line_takes_the_method(tiny_model, flags):
     options = parser.parse_args(["--model", str(tiny_model), *flags])
     config = AsyncEngineArgs.from_cli_args(options).create_engine_config()
     assert config.speculative_config.num_speculative_tokens == 1
-    assert config.parallel_config.worker_cls == "vllm_duck.worker.DuckWorker"
+    assert config.parallel_config.worker_cls == "vllm_duck.cpu_worker.CpuDuckWorker"
 
 
 def test_the_command_line_still_refuses_what_is_no_method(capsys):

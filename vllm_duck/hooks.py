@@ -193,29 +193,40 @@ def _leave_ctrl_c_to_the_server(original: Callable[..., Any]) -> Callable[..., A
 
 
 @contextmanager
-def using_model_runner(runner_class: type) -> Iterator[None]:
-    """Let vLLM's CPU worker build this runner, with every logits processor.
+def using_all_logits_processors() -> Iterator[None]:
+    """Let vLLM's worker build its runner with every logits processor.
 
     vLLM leaves logit_bias and min_p out when an engine speculates; duck's sampler takes
-    one row at a time and applies them all. The names are swapped in this process only,
-    and put back: `CPUWorker.init_device` offers no other way.
+    one row at a time and applies them all. The name is swapped in this process only,
+    and put back.
     """
-    from vllm.v1.worker import cpu_worker, gpu_model_runner
+    from vllm.v1.worker import gpu_model_runner
 
-    runner, build = cpu_worker.CPUModelRunner, gpu_model_runner.build_logitsprocs
+    build = gpu_model_runner.build_logitsprocs
 
     def build_logitsprocs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         plain = copy.copy(vllm_config)
         plain.speculative_config = None
         return build(plain, *args, **kwargs)
 
-    cpu_worker.CPUModelRunner = runner_class
     gpu_model_runner.build_logitsprocs = build_logitsprocs
     try:
         yield
     finally:
-        cpu_worker.CPUModelRunner = runner
         gpu_model_runner.build_logitsprocs = build
+
+
+@contextmanager
+def using_cpu_runner(runner_class: type) -> Iterator[None]:
+    """Let vLLM's CPU worker build this runner: its init_device offers no other way."""
+    from vllm.v1.worker import cpu_worker
+
+    runner = cpu_worker.CPUModelRunner
+    cpu_worker.CPUModelRunner = runner_class
+    try:
+        yield
+    finally:
+        cpu_worker.CPUModelRunner = runner
 
 
 @contextmanager

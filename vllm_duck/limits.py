@@ -14,9 +14,9 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from vllm_duck.errors import DuckConfigError
+from vllm_duck.models.platforms import PLATFORMS
 
 LOAD_FORMAT = "duck"
-WORKER_CLASS = "vllm_duck.worker.DuckWorker"
 SCHEDULER_CLASS = "vllm_duck.scheduler.DuckScheduler"
 
 
@@ -89,7 +89,7 @@ LIMITS = (
     ),
     Limit(
         "--worker-cls",
-        ("auto", WORKER_CLASS),
+        ("auto", *(each.worker for each in PLATFORMS.values())),
         "the worker is duck's",
         "worker_cls",
         "parallel_config.worker_cls",

@@ -12,7 +12,6 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
 
 from vllm_duck.config import (
     ENDPOINTS_VARIABLE,
@@ -33,13 +32,13 @@ from vllm_duck.hub import local_model
 from vllm_duck.limits import (
     LOAD_FORMAT,
     SCHEDULER_CLASS,
-    WORKER_CLASS,
     check_arguments,
     check_config,
     one_of,
 )
 from vllm_duck.metrics import figures
 from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.models.platforms import host_platform
 from vllm_duck.spec_decode import method
 from vllm_duck.step_limit import check_step_limit
 
@@ -126,7 +125,7 @@ def rewrite(args: EngineArgs, resolved: Resolved) -> EngineArgs:
         SETTINGS_KEY: resolved.config.to_settings(),
         HAND_OVER_KEY: asdict(resolved.hand_over),
     }
-    args.worker_cls = WORKER_CLASS
+    args.worker_cls = host_platform().worker
     args.scheduler_cls = SCHEDULER_CLASS
     args.load_format = LOAD_FORMAT
     args.model_class_overrides = {
@@ -167,11 +166,8 @@ def _check_surroundings(
     config: DuckConfig, args: EngineArgs, environ: Mapping[str, str]
 ) -> None:
     """The platform, files, the environment, and names that are duck's own."""
-    if not current_platform.is_cpu():
-        raise DuckConfigError(
-            "duck's attention needs the CPU platform in this version, got "
-            f"{current_platform.device_name}; install vllm_duck[cpu]"
-        )
+    # Refuses a platform without a host.
+    host_platform()
     check_step_limit(config)
     ClientSecurity.from_files(
         tls_ca=config.tls_ca,

@@ -31,7 +31,7 @@ SEAMS = (
     Seam(
         target=_CPU_WORKER + "init_device",
         use="override",
-        why="builds the runner; hooks.using_model_runner swaps its class meanwhile",
+        why="builds the runner; hooks.using_cpu_runner swaps its class meanwhile",
         remove_when="CPUWorker asks _make_model_runner, as the GPU worker does",
         parameters="self",
         bodies=("a7e93c6997d4e6c2",),

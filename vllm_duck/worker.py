@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_duck.config import DuckConfig, HandOver
 from vllm_duck.errors import DuckTransportError
@@ -15,10 +15,9 @@ from vllm_duck.executor.serve.local import LocalDucks
 from vllm_duck.executor.system.process import resident_bytes
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.wire.security import ClientSecurity
-from vllm_duck.hooks import page_cache_is_free, using_model_runner
+from vllm_duck.hooks import using_all_logits_processors
 from vllm_duck.metrics.figures import FiguresWriter
 from vllm_duck.scheduler import FailedStep
-from vllm_duck.spec_decode.runner import DuckModelRunner
 from vllm_duck.step_limit import step_wait_s
 from vllm_duck.vllm_seams import check_seams
 
@@ -42,8 +41,12 @@ class DuckFigures:
     resident_bytes: int
 
 
-class DuckWorker(CPUWorker):
-    """Finds or starts the ducks, checks them, and hands them to the model."""
+class DuckWorker(Worker):
+    """Finds or starts the ducks, checks them, and hands them to the model.
+
+    What runs is a subclass with vLLM's worker for its platform, and with a runner
+    (`models/platforms.py`).
+    """
 
     local_ducks: LocalDucks | None = None
     fleet: Fleet | None = None
@@ -62,12 +65,8 @@ class DuckWorker(CPUWorker):
             # A Ctrl-C reaches every process of the terminal. The engine asks its
             # worker to end, and takes one that ends by itself for a crash.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with using_model_runner(DuckModelRunner):
+        with using_all_logits_processors():
             super().init_device()
-
-    def determine_available_memory(self) -> int:
-        with page_cache_is_free():
-            return super().determine_available_memory()
 
     def load_model(self, **kwargs: Any) -> None:
         """Ducks first: a wrong duck is found before the host's weights load."""

@@ -11,11 +11,11 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from testing.waiting import wait_until
 from vllm_duck.config import HAND_OVER_KEY, HandOver
+from vllm_duck.cpu_worker import CpuDuckWorker
 from vllm_duck.metrics import stat_logger
 from vllm_duck.metrics.figures import FiguresFile, FiguresWriter, temporary_file
 from vllm_duck.metrics.stat_logger import DuckStatLogger
 from vllm_duck.spec_decode.lanes.times import Overlap
-from vllm_duck.worker import DuckWorker
 
 STEPS = {
     "overlap": {
@@ -116,7 +116,7 @@ def test_figures_that_cannot_be_written_do_not_end_the_engine(tmp_path, caplog):
 
 
 def test_no_figures_are_collected_once_the_worker_shuts_down(path, monkeypatch):
-    worker, is_model_gone = object.__new__(DuckWorker), []
+    worker, is_model_gone = object.__new__(CpuDuckWorker), []
 
     def collect():
         assert not is_model_gone

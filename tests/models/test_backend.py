@@ -1,12 +1,17 @@
 """The seam to the host's compute: a second backend serves the bundled model too."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from testing.answers import ask, make_prompts, runner_of, start
-from testing.torch_backend import TorchBackend
+from vllm_duck.errors import DuckConfigError
+from vllm_duck.models import platforms
+from vllm_duck.models.platforms import PLATFORMS, host_backend, host_platform
 from vllm_duck.spec_decode.lanes.policy import LanePolicy
 
 ROOT = Path(__file__).parent.parent.parent / "vllm_duck"
@@ -28,7 +33,7 @@ def test_nothing_but_the_choice_of_the_backend_names_the_cpu_s():
         for path in ROOT.rglob("*.py")
         if "models.cpu" in path.read_text() and "cpu" not in path.parts
     }
-    assert naming == {"models/host_backend.py", "cli/doctor.py"}
+    assert naming == {"models/platforms.py", "cli/doctor.py"}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,8 @@ def cpu(engines, tiny_model):
 @pytest.fixture(scope="module")
 def plain_torch(tiny_model, cpu):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_duck.models.host_backend.CpuBackend", TorchBackend)
+        plain = replace(PLATFORMS["cpu"], backend="testing.torch_backend.TorchBackend")
+        patch.setitem(PLATFORMS, "cpu", plain)
         llm = start(tiny_model, speculates=True)
     runner_of(llm).lanes.policy = LanePolicy(True, times=None)
     return llm
@@ -77,7 +83,29 @@ def test_a_backend_in_plain_torch_gives_the_same_tokens(cpu, plain_torch, tiny_m
 
 
 def test_the_runner_finds_a_cpu_model_by_default():
-    from vllm_duck.models.host_backend import host_backend
-
     rows = host_backend().enter(torch.ones(2, 4, dtype=torch.bfloat16))
     assert host_backend().leave(rows).shape == (2, 4)
+
+
+def test_a_platform_without_a_host_is_refused_in_one_sentence(monkeypatch):
+    gpu = SimpleNamespace(device_type="cuda")
+    monkeypatch.setattr(platforms, "current_platform", gpu)
+    match = r"computes on vLLM's platform cpu \(vllm_duck\[cpu\]\), got cuda; install"
+    for ask_for in (host_platform, host_backend):
+        with pytest.raises(DuckConfigError, match=match):
+            ask_for()
+
+
+# What reads a tensor's memory, so that it must lie in this machine's.
+READS_MEMORY = re.compile(r"\.numpy\(\)|data_ptr\(\)")
+
+
+def test_only_the_cpu_backend_reads_the_memory_of_tensors():
+    reading = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("models", "spec_decode")
+        for path in (ROOT / folder).rglob("*.py")
+        if READS_MEMORY.search(path.read_text()) and "cpu" not in path.parts
+    }
+    # in_memory() copies from wherever they lie.
+    assert reading == {"models/batch.py"}

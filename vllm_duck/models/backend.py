@@ -1,7 +1,9 @@
 """The seam between the model and what computes its layers: one backend per device.
 
-The model's wiring, the lanes and the runner use a backend through this seam alone. Rows
-are opaque to them: handed from layer to layer, cut by `take` and joined by `concat`.
+The model's wiring, the lanes and the runner use a backend through this seam alone.
+Rows are opaque to them: handed from layer to layer, cut by `take` and joined by
+`concat`. What describes a step (AttentionBatch, RowIndex) is plain data in this
+machine's memory. docs/backends.md says what a second backend brings, file by file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +17,6 @@ from vllm_duck.executor.duck import CallTimes, Ducks
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
-from vllm_duck.models.rope import Rotations
 
 # Hidden rows [T, H] in whatever form the backend's layers hand them on.
 Rows: TypeAlias = Any
@@ -30,8 +31,12 @@ class Step(Protocol):
     def batch(self) -> AttentionBatch: ...
 
     @property
-    def rotations(self) -> Rotations:
-        """One for each row, padding included."""
+    def num_rows(self) -> int:
+        """Those of the batch, and then padding."""
+        ...
+
+    def lane(self, index: RowIndex, batch: AttentionBatch) -> "Step":
+        """Some of its rows, in this order, as a step; batch: the same tokens."""
         ...
 
 
@@ -59,8 +64,28 @@ class PendingLayer(Protocol):
         ...
 
 
-class Layer(Protocol):
-    """A decoder layer: an nn.Module."""
+class Part(Protocol):
+    """A part of the model that has weights: an nn.Module."""
+
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors that it holds, each with where to put it.
+
+        A view in e4m3 takes the codes as they are, with a view of its own for
+        `NAME_scale_inv`; any other view takes the product of both.
+        """
+        ...
+
+    def finish_loading(self) -> None:
+        """Called once, when all views are filled, and before anything is computed.
+
+        The weights may be brought into another form here, and what no kernel reads any
+        more be freed.
+        """
+        ...
+
+
+class Layer(Part, Protocol):
+    """A decoder layer."""
 
     def stage0(
         self, rows: Rows, step: Step, wanted: RowIndex | None = None
@@ -76,34 +101,26 @@ class Layer(Protocol):
         """Hand over who computes the routed experts; before the first stage 0."""
         ...
 
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors that the layer holds, each with where to put it.
 
-        A view in e4m3 takes the codes as they are, with a view of its own for
-        `NAME_scale_inv`; any other view takes the product of both.
-        """
-        ...
-
-
-class RowFunction(Protocol):
-    """A norm or a linear: an nn.Module, [T, in] bf16 -> [T, out] bf16."""
+class RowFunction(Part, Protocol):
+    """A norm or a linear: [T, in] bf16 -> [T, out] bf16."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]: ...
 
+class Embedding(Part, Protocol):
+    """ids [T] -> [T, H] bf16."""
 
-class Embedding(Protocol):
-    """An nn.Module: ids [T] -> [T, H] bf16."""
-
+    # Two of the same weights are one embedding: a draft's and the target's.
     weight: Tensor
 
     def __call__(self, input_ids: Tensor) -> Tensor: ...
 
 
-class Head(Protocol):
-    """The LM head: an nn.Module."""
+class Head(Part, Protocol):
+    """The LM head."""
 
+    # As of an embedding; kept beside whatever finish_loading() makes of it.
     weight: Tensor
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -112,9 +129,15 @@ class Head(Protocol):
 
 
 class HostBackend(Protocol):
-    """Makes the parts of the host's model for one device."""
+    """Makes the parts of the host's model for one device, and passes its rows."""
 
-    def layer(self, dims: Dimensions, layer_idx: int, caches: LayerCaches) -> Layer: ...
+    def layer(self, dims: Dimensions, layer_idx: int, caches: LayerCaches) -> Layer:
+        """caches: vLLM puts their memory behind them later (`PagedCache.kv_cache`).
+
+        Raises:
+            DuckConfigError: one of the family's rules is not computed here.
+        """
+        ...
 
     def norm(self, size: int, eps: float) -> RowFunction:
         """RMS norm, with weights."""
@@ -128,7 +151,9 @@ class HostBackend(Protocol):
 
     def head(self, vocab_size: int, hidden_size: int) -> Head: ...
 
-    def step(self, batch: AttentionBatch, rotations: Rotations) -> Step: ...
+    def step(self, batch: AttentionBatch, rotations: Tensor) -> Step:
+        """rotations: as Rope gives them, one for each row, padding included."""
+        ...
 
     def enter(self, hidden: Tensor) -> Rows:
         """hidden [T, H] bf16 as rows for the layers."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,14 @@ class AttentionBatch:
         )
 
 
+def in_memory(tensor: Tensor) -> npt.NDArray[Any]:
+    """The values of a tensor of vLLM's in this machine's memory.
+
+    On a CPU the tensor's own; from a device it is a copy, and waits for it.
+    """
+    return tensor.cpu().numpy()
+
+
 def plan_batch(
     *,
     query_start_loc: Tensor,
@@ -77,7 +86,7 @@ def plan_batch(
     """Describe vLLM's step.
 
     Shapes: B requests, T tokens.
-        query_start_loc  [B + 1]  int32, CPU
+        query_start_loc  [B + 1]  int32
         seq_lens         [B]      tokens of each request, this step's included
         block_table      [B, N]   int32, blocks of each request
         slot_mapping     [T]      int64
@@ -90,8 +99,8 @@ def plan_batch(
     )
     return AttentionBatch(
         requests,
-        slot_mapping[:num_tokens].numpy(),
-        block_table[:num_reqs].numpy(),
+        in_memory(slot_mapping[:num_tokens]),
+        in_memory(block_table[:num_reqs]),
         block_size,
     )
 

@@ -39,8 +39,6 @@ class PagedCache(nn.Module, AttentionLayerBase):
         self.prefix = prefix
         self.format = token_format
         self.kv_cache = torch.empty(0)
-        # Where row 0 lies in memory.
-        self.address = 0
         layers = get_current_vllm_config().compilation_config.static_forward_context
         assert prefix not in layers, prefix
         layers[prefix] = self
@@ -64,7 +62,6 @@ class PagedCache(nn.Module, AttentionLayerBase):
         assert kv_cache.is_contiguous()
         assert kv_cache.shape[-1] == self.format.token_bytes
         self.kv_cache = kv_cache
-        self.address = kv_cache.data_ptr()
 
 
 class BatchBuilder(AttentionMetadataBuilder[AttentionBatch]):

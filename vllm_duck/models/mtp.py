@@ -15,12 +15,11 @@ from vllm.config import VllmConfig
 from vllm_duck.config import HandOver
 from vllm_duck.executor.duck import Ducks
 from vllm_duck.executor.weights.checkpoint import Checkpoint
-from vllm_duck.models.backend import Embedding, Head
-from vllm_duck.models.batch import AttentionBatch
+from vllm_duck.models.backend import Embedding, Head, Part
+from vllm_duck.models.batch import AttentionBatch, in_memory
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host_backend import host_backend
 from vllm_duck.models.kv_cache import LayerCaches
-from vllm_duck.models.packing import finish_loading
+from vllm_duck.models.platforms import host_backend
 from vllm_duck.models.rope import Rope
 
 
@@ -40,15 +39,13 @@ class MtpDraftModel(nn.Module):
         self.layer_idx = dims.num_hidden_layers
         names = dims.family.tensors
         self.prefix = names.layer(self.layer_idx)
-        self.embedding_name = self._in_layer(f"{names.mtp_embedding}.weight")
-        self.head_name = self._in_layer(f"{names.mtp_head}.weight")
         own = Checkpoint(Path(model_config.model)).tensor_names
         size = (dims.vocab_size, dims.hidden_size)
         self.embed_tokens: Embedding | None = None
-        if self.embedding_name in own:
+        if f"{self._in_layer(names.mtp_embedding)}.weight" in own:
             self.embed_tokens = backend.embedding(*size)
         self.lm_head: Head | None = None
-        if self.head_name in own:
+        if f"{self._in_layer(names.mtp_head)}.weight" in own:
             self.lm_head = backend.head(*size)
         self.embed_norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
         self.hidden_norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
@@ -115,8 +112,8 @@ class MtpDraftModel(nn.Module):
         backend = self.backend
         pending = self.layer.stage0(
             backend.enter(self.projection(joined)),
-            backend.step(batch, self.rope.rotations(positions).numpy()),
-            None if wanted is None else wanted.numpy(),
+            backend.step(batch, self.rope.rotations(positions)),
+            None if wanted is None else in_memory(wanted),
         )
         return backend.leave(pending.wait().rows)
 
@@ -139,28 +136,29 @@ class MtpDraftModel(nn.Module):
         self.layer.attach_ducks(ducks)
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        vocab_size, names = self.dims.vocab_size, self.dims.family.tensors
+        for name, part in self._parts():
+            yield from part.checkpoint_views(name)
+
+    def finish_loading(self) -> None:
+        """Called once by the loader, before the target's parts are shared."""
+        for _, part in self._parts():
+            part.finish_loading()
+
+    def _parts(self) -> Iterator[tuple[str, Part]]:
+        """What has weights of its own, each with its name in the checkpoint."""
+        names = self.dims.family.tensors
         if self.embed_tokens is not None:
-            yield self.embedding_name, self.embed_tokens.weight.data[:vocab_size]
+            yield self._in_layer(names.mtp_embedding), self.embed_tokens
         if self.lm_head is not None:
-            yield self.head_name, self.lm_head.weight.data[:vocab_size]
-        yield from self.embed_norm.checkpoint_views(
-            self._in_layer(names.mtp_embedding_norm)
-        )
-        yield from self.hidden_norm.checkpoint_views(
-            self._in_layer(names.mtp_hidden_norm)
-        )
-        yield from self.projection.checkpoint_views(
-            self._in_layer(names.mtp_projection)
-        )
-        yield from self.layer.checkpoint_views(self.prefix)
-        yield from self.head_norm.checkpoint_views(self._in_layer(names.mtp_norm))
+            yield self._in_layer(names.mtp_head), self.lm_head
+        yield self._in_layer(names.mtp_embedding_norm), self.embed_norm
+        yield self._in_layer(names.mtp_hidden_norm), self.hidden_norm
+        yield self._in_layer(names.mtp_projection), self.projection
+        yield self.prefix, self.layer
+        yield self._in_layer(names.mtp_norm), self.head_norm
 
     def _in_layer(self, name: str) -> str:
         return f"{self.prefix}.{name}"
-
-    def finish_loading(self) -> None:
-        finish_loading(self)
 
 
 def _is_same(own: Embedding | Head | None, shared: Embedding | Head) -> bool:

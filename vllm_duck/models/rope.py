@@ -9,15 +9,10 @@ dot products as they are. One rotation then serves queries, keys and indexer.
 
 import math
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from vllm_duck.models.dimensions import RopeSettings
-
-# What Rope.rotations() gives, for the kernels: [T, 1, rotary_dim / 2].
-Rotations = npt.NDArray[np.complex64]
 
 
 class Rope:

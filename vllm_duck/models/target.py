@@ -12,13 +12,13 @@ from vllm_duck.models.backend import (
     HostBackend,
     Layer,
     LayerRunner,
+    Part,
     run_layers,
 )
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.host_backend import host_backend
 from vllm_duck.models.kv_cache import LayerCaches
 from vllm_duck.models.kv_format import KvDtype
-from vllm_duck.models.packing import finish_loading
+from vllm_duck.models.platforms import host_backend
 from vllm_duck.models.rope import Rope
 
 
@@ -49,7 +49,7 @@ class TargetModel(nn.Module):
         layers = cast(list[Layer], list(self.layers))
         backend = self.backend
         step = backend.step(
-            self.first_caches.current_batch(), self.rope.rotations(positions).numpy()
+            self.first_caches.current_batch(), self.rope.rotations(positions)
         )
         rows = backend.enter(hidden)
         # Dense layers have nothing to wait for: all rows at once read the weights once.
@@ -100,13 +100,19 @@ class TargetForCausalLM(nn.Module):
         self.model.run_remote_layers = runner
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        vocab_size, names = self.dims.vocab_size, self.dims.family.tensors
-        embedding = self.model.embed_tokens.weight.data[:vocab_size]
-        yield f"{names.embedding}.weight", embedding
-        for layer_idx, layer in enumerate(cast(list[Layer], self.model.layers)):
-            yield from layer.checkpoint_views(names.layer(layer_idx))
-        yield from self.model.norm.checkpoint_views(names.norm)
-        yield f"{names.head}.weight", self.lm_head.weight.data[:vocab_size]
+        for name, part in self._parts():
+            yield from part.checkpoint_views(name)
 
     def finish_loading(self) -> None:
-        finish_loading(self)
+        """Called once by the loader, before vLLM's process_weights_after_loading."""
+        for _, part in self._parts():
+            part.finish_loading()
+
+    def _parts(self) -> Iterator[tuple[str, Part]]:
+        """What has weights, each with its name in the checkpoint."""
+        names = self.dims.family.tensors
+        yield names.embedding, self.model.embed_tokens
+        for layer_idx, layer in enumerate(cast(list[Layer], self.model.layers)):
+            yield names.layer(layer_idx), layer
+        yield names.norm, self.model.norm
+        yield names.head, self.lm_head

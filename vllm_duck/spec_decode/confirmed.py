@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_duck.models.batch import AttentionBatch, RequestRows
+from vllm_duck.models.batch import AttentionBatch, RequestRows, in_memory
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,6 @@ def confirmed_rows(
     shifted = token_ids.roll(-1)
     shifted[last_rows] = next_ids.to(shifted.dtype)
     batch = AttentionBatch(
-        tuple(requests), slots.numpy(), block_table.numpy(), block_size
+        tuple(requests), in_memory(slots), in_memory(block_table), block_size
     )
     return ConfirmedRows(shifted, positions, hidden, last_rows, batch)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_duck.models.batch import AttentionBatch, RequestRows
+from vllm_duck.models.batch import AttentionBatch, RequestRows, in_memory
 from vllm_duck.spec_decode.confirmed import ConfirmedRows
 
 
@@ -47,7 +47,7 @@ def deeper_rows(
     positions = positions[requests]
     block_table = rows.batch.block_table[fitting]
     block_size = rows.batch.block_size
-    at = positions.numpy()
+    at = in_memory(positions)
     blocks = block_table[np.arange(len(fitting)), at // block_size].astype(np.int64)
     batch = AttentionBatch(
         tuple(RequestRows(1, int(position) + 1) for position in at),

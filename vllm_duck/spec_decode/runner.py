@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_duck.config import DuckConfig
 from vllm_duck.executor.duck import Ducks
-from vllm_duck.models.host_backend import host_backend
+from vllm_duck.models.platforms import host_backend
 from vllm_duck.spec_decode.acceptance import DuckRejectionSampler, VerifyBatch
 from vllm_duck.spec_decode.confirmed import ConfirmedRows, confirmed_rows
 from vllm_duck.spec_decode.drafts import NO_TOKEN, Draft, PendingDrafts
@@ -69,8 +69,12 @@ class StepClock:
         return time.perf_counter() - self.begin_s
 
 
-class DuckModelRunner(CPUModelRunner):
-    """Without `duck_mtp1` it is vLLM's own, but for seeds in a chunked prefill."""
+class DuckModelRunner(GPUModelRunner):
+    """Without `duck_mtp1` it is vLLM's own, but for seeds in a chunked prefill.
+
+    GPUModelRunner is the base of all of vLLM's V1 runners; a platform whose runner is
+    another, as the CPU's, puts that one behind this class (`models/platforms.py`).
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)

@@ -8,7 +8,7 @@ import torch
 from testing.failing_memory import MAIN_THREAD, OTHER_THREADS, failing, num_failures
 from testing.host_threads import using
 from vllm_duck.models.cpu.linear import Linear
-from vllm_duck.models.packing import finish_loading
+from vllm_duck.models.cpu.packing import pack_modules
 
 # Wide, so that each thread's copy of a few rows is an allocation of its own.
 IN_FEATURES = 700_000
@@ -36,7 +36,7 @@ def num_errors(linear: Linear, x: torch.Tensor, where: int) -> int:
 def main() -> None:
     linear = Linear(IN_FEATURES, 64)
     linear.weight.data.normal_(std=1e-3)
-    finish_loading(linear)
+    pack_modules(linear)
     x = torch.randn(2, IN_FEATURES).bfloat16()
     print("main", num_errors(linear, x, MAIN_THREAD))
     print("others", num_errors(linear, x, OTHER_THREADS))

@@ -10,9 +10,9 @@ from vllm_duck.errors import DuckShapeError
 from vllm_duck.executor.duck import CallTimes, MoeSum
 from vllm_duck.models.cpu.linear import Mlp
 from vllm_duck.models.cpu.moe import PendingMoe, RemoteMoe, Router
+from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.cpu.step import CpuStep
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.packing import finish_loading
 
 CONFIG = make_config()
 SIZE = CONFIG.hidden_size
@@ -36,7 +36,7 @@ bad = pytest.mark.parametrize("x", BAD.values(), ids=BAD)
 def _filled(module):
     for parameter in module.parameters():
         parameter.data.normal_(std=0.1)
-    finish_loading(module)
+    pack_modules(module)
     return module
 
 

@@ -11,9 +11,9 @@ from testing import torch_host
 from testing.attention_pair import make_config
 from vllm_duck.executor.duck import CallTimes, MoeSum
 from vllm_duck.models.cpu.moe import RemoteMoe, Router
+from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.cpu.threads import from_bits
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.packing import finish_loading
 
 
 def bits(x):
@@ -96,7 +96,7 @@ def test_proxy_sends_the_bits_and_adds_the_shared_expert():
         parameter.data.normal_(std=0.1)
     gate_up = torch.cat([moe.shared.gate_proj.data, moe.shared.up_proj.data]).float()
     down = moe.shared.down_proj.data.float()
-    finish_loading(moe)
+    pack_modules(moe)
     moe.ducks = _RecordingDucks()
     hidden = torch.randn(5, config.hidden_size).bfloat16()
     residual = torch.randn(5, config.hidden_size).bfloat16()

@@ -16,9 +16,9 @@ from vllm_duck.executor.system import cpus
 from vllm_duck.models.cpu import _host, threads
 from vllm_duck.models.cpu.linear import Linear, Mlp, Norm
 from vllm_duck.models.cpu.moe import Router
+from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.cpu.threads import configure, current
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope
 
 ISAS = _host.supported_isas()
@@ -93,7 +93,7 @@ def make_modules():
     # Beyond bf16, so that the router needs all of its parts.
     weights = {name: p.data.clone() for name, p in mlp.named_parameters()}
     for module in (norm, mlp, router):
-        finish_loading(module)
+        pack_modules(module)
     return norm, mlp, router, weights
 
 

@@ -12,9 +12,9 @@ from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.attention import SparseAttention
 from vllm_duck.models.cpu.linear import Linear
 from vllm_duck.models.cpu.moe import Router
+from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.cpu.threads import current
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.packing import finish_loading
 from vllm_duck.models.rope import Rope
 
 MIB = 1 << 20
@@ -93,7 +93,7 @@ def test_many_rows_go_through_a_linear_in_pieces(part):
     module = Linear(2048, 64) if part == "linear" else Router(dims)
     for parameter in module.parameters():
         parameter.data.normal_(std=0.1)
-    finish_loading(module)
+    pack_modules(module)
     x = torch.randn(4096, 2048).bfloat16()
 
     def run(rows: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,12 @@ from torch import Tensor
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.linear import MergedLinear, Norm, floats, weight_parameter
-from vllm_duck.models.cpu.step import CpuStep
+from vllm_duck.models.cpu.packing import HostModule
+from vllm_duck.models.cpu.step import CpuStep, Rotations
 from vllm_duck.models.cpu.threads import Bits, Handle, current, require_bits
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
-from vllm_duck.models.packing import HostModule
-from vllm_duck.models.rope import Rotations, half_split_to_interleaved, softmax_scale
+from vllm_duck.models.rope import half_split_to_interleaved, softmax_scale
 
 INDEX_NORM_EPS = 1e-6
 _ROTATIONS_DTYPE = np.dtype(np.complex64)
@@ -89,8 +89,8 @@ class SparseAttention(HostModule):
             hidden.shape[0],
             hidden,
             step.rotations,
-            self.latent_cache.address,
-            self.index_cache.address,
+            self.latent_cache.kv_cache.data_ptr(),
+            self.index_cache.kv_cache.data_ptr(),
             residual,
             normed,
         )

@@ -5,18 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from vllm_duck.models.backend import RowIndex
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.cpu.layer import CpuLayer
 from vllm_duck.models.cpu.linear import Linear, Norm
-from vllm_duck.models.cpu.lm_head import LmHead
 from vllm_duck.models.cpu.step import CpuStep
 from vllm_duck.models.cpu.threads import Bits, from_bits, to_bits
+from vllm_duck.models.cpu.vocabulary import Embedding, LmHead
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
-from vllm_duck.models.rope import Rotations
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,14 @@ class CpuBackend:
     def linear(self, in_features: int, out_features: int) -> Linear:
         return Linear(in_features, out_features)
 
-    def embedding(self, vocab_size: int, hidden_size: int) -> VocabParallelEmbedding:
-        return VocabParallelEmbedding(vocab_size, hidden_size)
+    def embedding(self, vocab_size: int, hidden_size: int) -> Embedding:
+        return Embedding(vocab_size, hidden_size)
 
     def head(self, vocab_size: int, hidden_size: int) -> LmHead:
         return LmHead(vocab_size, hidden_size)
 
-    def step(self, batch: AttentionBatch, rotations: Rotations) -> CpuStep:
-        return CpuStep(batch, rotations)
+    def step(self, batch: AttentionBatch, rotations: Tensor) -> CpuStep:
+        return CpuStep(batch, rotations.numpy())
 
     def enter(self, hidden: Tensor) -> Bits:
         return to_bits("hidden", hidden, hidden.shape[-1])

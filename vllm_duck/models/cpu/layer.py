@@ -10,6 +10,7 @@ from vllm_duck.models.backend import LayerOutput, RowIndex, Step
 from vllm_duck.models.cpu.attention import SparseAttention
 from vllm_duck.models.cpu.linear import Mlp
 from vllm_duck.models.cpu.moe import PendingMoe, RemoteMoe
+from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.cpu.step import CpuStep
 from vllm_duck.models.cpu.threads import Bits
 from vllm_duck.models.dimensions import Dimensions
@@ -67,3 +68,6 @@ class CpuLayer(nn.Module):
         )
         yield from attention.checkpoint_views(f"{prefix}.self_attn")
         yield from self.mlp.checkpoint_views(f"{prefix}.mlp")
+
+    def finish_loading(self) -> None:
+        pack_modules(self)

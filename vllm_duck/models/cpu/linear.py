@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.models.cpu import _host
+from vllm_duck.models.cpu.packing import HostModule
 from vllm_duck.models.cpu.threads import (
     Bits,
     Handle,
@@ -16,7 +17,6 @@ from vllm_duck.models.cpu.threads import (
     require_bits,
     require_rows,
 )
-from vllm_duck.models.packing import HostModule
 
 Floats = npt.NDArray[np.float32]
 

@@ -13,9 +13,9 @@ from vllm_duck.executor.duck import Ducks, InFlight, MoeRequest, MoeSum
 from vllm_duck.models.backend import LayerOutput
 from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.linear import Floats, Mlp, weight_parameter
+from vllm_duck.models.cpu.packing import HostModule
 from vllm_duck.models.cpu.threads import Bits, Handle, current, require_bits
 from vllm_duck.models.dimensions import Dimensions
-from vllm_duck.models.packing import HostModule
 
 
 class Router(HostModule):

@@ -3,11 +3,15 @@
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
+from vllm_duck.models.backend import RowIndex
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.threads import Handle
-from vllm_duck.models.rope import Rotations
+
+# [T, 1, qk_rope_head_dim / 2], one for each row, padding included.
+Rotations = npt.NDArray[np.complex64]
 
 
 class CpuStep:
@@ -19,6 +23,13 @@ class CpuStep:
         self.batch = batch
         self.rotations = rotations
         self.handle = _plan(batch)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rotations)
+
+    def lane(self, index: RowIndex, batch: AttentionBatch) -> "CpuStep":
+        return CpuStep(batch, self.rotations[index])
 
 
 def _plan(batch: AttentionBatch) -> Handle:

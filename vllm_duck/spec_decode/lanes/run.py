@@ -31,7 +31,7 @@ class Lanes:
         """
         if not layers:
             return rows
-        num_rows = len(step.rotations)
+        num_rows = step.num_rows
         parts = self._split(step.batch, num_rows)
         if isinstance(parts, str):
             lane = LayerLane(layers, rows, step)
@@ -60,11 +60,7 @@ class Lanes:
     ) -> list["LayerLane"]:
         backend = self._backend
         return [
-            LayerLane(
-                layers,
-                backend.take(rows, index),
-                backend.step(batch, step.rotations[index]),
-            )
+            LayerLane(layers, backend.take(rows, index), step.lane(index, batch))
             for index, batch in zip(parts.lanes, parts.batches, strict=True)
         ]
 

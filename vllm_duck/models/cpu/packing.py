@@ -1,4 +1,4 @@
-"""Modules that bring their weights into another form once they are loaded."""
+"""Modules that bring their weights into the kernels' form once they are loaded."""
 
 from abc import abstractmethod
 
@@ -13,12 +13,8 @@ class HostModule(nn.Module):
         """Pack the loaded weights and free what the kernels do not need."""
 
 
-def finish_loading(model: nn.Module) -> None:
-    """Pack every host module of the model, each exactly once, after its weights.
-
-    The loader calls it, before vLLM's process_weights_after_loading prepares the LM
-    head for a kernel of vLLM's.
-    """
-    for module in list(model.modules()):
+def pack_modules(root: nn.Module) -> None:
+    """Pack every host module in it, each exactly once."""
+    for module in list(root.modules()):
         if isinstance(module, HostModule):
             module.finish_loading()
