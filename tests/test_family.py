@@ -29,7 +29,11 @@ from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.weights.loader import load_shard
 from vllm_duck.executor.weights.plan import ShardPlan
 from vllm_duck.families import all_families, family_of
+from vllm_duck.family import Rule
+from vllm_duck.models.cpu.attention import SparseAttention
+from vllm_duck.models.cpu.moe import Router
 from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.models.kv_cache import LayerCaches
 
 PACKAGE = Path(vllm_duck.__file__).parent
 NAMED = re.compile(r"deepseek[-_ ]?v\d|v3[._]?2", re.IGNORECASE)
@@ -43,6 +47,7 @@ MADE_UP = """
 from dataclasses import replace
 
 from vllm_duck.families.deepseek_v32 import FAMILY as OTHER
+from vllm_duck.family import Rule
 
 FAMILY = replace(
     OTHER,
@@ -56,7 +61,8 @@ FAMILY = replace(
         experts="ffn.routed",
         projections={"gate": "w1", "up": "w3", "down": "w2"},
     ),
-    required={"scoring_func": "sigmoid", "twist": None},
+    rules=replace(OTHER.rules, router=Rule("twisted", {"twist": 2})),
+    required={},
 )
 """
 
@@ -143,7 +149,7 @@ def test_dimensions_ask_the_family(tiny_model, made_up):
     dims = Dimensions.from_hf_config(SimpleNamespace(**settings))
     assert dims.family == made_up
     assert dims.moe_layer_ids == (3,)
-    with pytest.raises(DuckConfigError, match="twist must be absent, got 1"):
+    with pytest.raises(DuckConfigError, match="twist must be 2, got 1"):
         Dimensions.from_hf_config(SimpleNamespace(**settings, twist=1))
     settings["num_dense"] = -1
     with pytest.raises(DuckConfigError, match="num_dense must be an integer >= 0"):
@@ -169,6 +175,20 @@ def test_an_engine_is_set_up_for_the_family(tiny_model, tmp_path, made_up, monke
         make_args(model).create_engine_config()
     # And an engine without ducks behind it restores what vLLM has.
     make_args(tiny_model, duck=None).create_engine_config()
+
+
+def test_a_backend_refuses_a_rule_that_it_does_not_compute(tiny_model, made_up):
+    settings = json.loads((tiny_model / "config.json").read_text())
+    settings |= {"architectures": [made_up.architecture], "num_dense": 0}
+    dims = Dimensions.from_hf_config(SimpleNamespace(**settings))
+    match = "computes the router rule 'noaux_tc', got 'twisted' of Made-Up 7; it has"
+    with pytest.raises(DuckConfigError, match=match):
+        Router(dims)
+    rules = replace(made_up.rules, index_rope=Rule("interleaved", {}))
+    other = replace(dims, family=replace(made_up, rules=rules))
+    match = "the index_rope rule 'half-split', got 'interleaved' of Made-Up 7"
+    with pytest.raises(DuckConfigError, match=match):
+        SparseAttention(other, LayerCaches(None, None))
 
 
 def _names_in(path):

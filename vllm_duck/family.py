@@ -1,12 +1,14 @@
 """ModelFamily: the names and rules by which models of one architecture differ.
 
-A family is one file in `families/`. What its models compute
-is in the classes that the record names.
+A family is one file in `families/`. Its rules say what its layers compute; how, is in
+the host's backend (`models/cpu/`), which refuses a rule that it has no code for.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from vllm_duck.errors import DuckConfigError
 
 
 class ReadInt(Protocol):
@@ -55,6 +57,29 @@ class TensorNames:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """One way to compute a part of a layer, by the name that backends know it by."""
+
+    name: str
+    # Keys of config.json that say so, and the values with which they do. Absent and
+    # null are fine.
+    config: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class LayerRules:
+    """What the layers compute where families differ."""
+
+    # How a token's experts and their weights are chosen.
+    router: Rule
+    # Which layers choose by themselves what they attend to.
+    indexer: Rule
+    # Which channels RoPE turns together, in the attention and in its indexer.
+    rope: Rule
+    index_rope: Rule
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """All that the package knows of an architecture by name."""
 
@@ -70,11 +95,32 @@ class ModelFamily:
     # Whether a layer has routed experts, MTP layers included.
     is_moe_layer: Callable[[ReadInt, int], bool]
     tensors: TensorNames
-    # Keys of config.json that change what the model computes, and the one value that
-    # its classes compute. Absent and null are fine.
+    rules: LayerRules
+    # Further keys of config.json that change what the model computes, and the one value
+    # that is computed. Absent and null are fine.
     required: Mapping[str, object]
     # What config.json's `layer_types` calls every layer, where it has that list.
     layer_type: str
+
+    @property
+    def config_values(self) -> dict[str, object]:
+        """Keys of config.json that a model may have with this value alone."""
+        rules = [getattr(self.rules, name) for name in LayerRules.__dataclass_fields__]
+        return {**self.required, **{k: v for r in rules for k, v in r.config.items()}}
+
+    def require(self, **computed: str) -> None:
+        """Refuse to compute the family's layers by other rules than these.
+
+        Raises:
+            DuckConfigError: the family has another rule of that name.
+        """
+        for what, name in computed.items():
+            rule: Rule = getattr(self.rules, what)
+            if rule.name != name:
+                raise DuckConfigError(
+                    f"this host computes the {what} rule {name!r}, got {rule.name!r} "
+                    f"of {self.name}; it has to be written first (docs/backends.md)"
+                )
 
     @property
     def classes(self) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """DeepSeek-V3.2: MLA with the lightning indexer, routed experts, one MTP layer."""
 
-from vllm_duck.family import ModelFamily, ReadInt, TensorNames
+from vllm_duck.family import LayerRules, ModelFamily, ReadInt, Rule, TensorNames
 
 
 def is_moe_layer(read_int: ReadInt, layer_idx: int) -> bool:
@@ -30,23 +30,24 @@ FAMILY = ModelFamily(
         mtp_projection="eh_proj",
         mtp_norm="shared_head.norm",
     ),
+    rules=LayerRules(
+        router=Rule("noaux_tc", {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+        # Not as in GLM-5, where layers take another layer's choice.
+        indexer=Rule(
+            "in every layer",
+            {"index_topk_freq": 1, "index_topk_pattern": None, "indexer_types": None},
+        ),
+        rope=Rule("interleaved", {"rope_interleave": True}),
+        index_rope=Rule("half-split", {"indexer_rope_interleave": False}),
+    ),
     # Sources: transformers 5.19.0, DeepseekV3Config and DeepseekV32Config; vLLM 0.32.0,
     # models/deepseek_v32 and model_executor/models/deepseek_v2.py.
     required={
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "is_causal": True,
-        # Of the main attention, and of the indexer: its weights are permuted for it.
-        "rope_interleave": True,
-        "indexer_rope_interleave": False,
-        # Layers that take another layer's choice of tokens, as in GLM-5.
-        "index_topk_freq": 1,
-        "index_topk_pattern": None,
-        "indexer_types": None,
         "sliding_window": None,
         "rswa_window": None,
         "swiglu_limit": None,

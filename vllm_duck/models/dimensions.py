@@ -89,7 +89,7 @@ class Dimensions:
                 do not support.
         """
         family = family_of(getattr(config, "architectures", None))
-        for name, expected in family.required.items():
+        for name, expected in family.config_values.items():
             _require(name, getattr(config, name, None), expected)
         read_int = partial(_read_int, config)
         num_mtp = read_int("num_nextn_predict_layers", least=0, default=0)

@@ -24,10 +24,17 @@ _ROTATIONS_DTYPE = np.dtype(np.complex64)
 
 
 class SparseAttention(HostModule):
-    """hidden -> hidden + attention(input_norm(hidden)), and output_norm of that."""
+    """hidden -> hidden + attention(input_norm(hidden)), and output_norm of that.
+
+    Raises:
+        DuckConfigError: the family attends by other rules.
+    """
 
     def __init__(self, dims: Dimensions, caches: LayerCaches) -> None:
         super().__init__()
+        dims.family.require(
+            indexer="in every layer", rope="interleaved", index_rope="half-split"
+        )
         self.dims = dims
         heads, rope_dim = dims.num_attention_heads, dims.qk_rope_head_dim
         self.qk_head_dim = dims.qk_nope_head_dim + rope_dim

@@ -25,10 +25,14 @@ class Router(HostModule):
     then the experts of those groups; ties go to the lower id. The weights are the
     scores without the bias.
     Source: DeepSeek-V3 report, 2.1.2 and 3.2.2; inference/model.py::Gate.
+
+    Raises:
+        DuckConfigError: the family chooses experts by another rule.
     """
 
     def __init__(self, dims: Dimensions) -> None:
         super().__init__()
+        dims.family.require(router="noaux_tc")
         self.dims = dims
         num_experts = dims.n_routed_experts
         self.weight = weight_parameter(
