@@ -117,6 +117,9 @@ class DuckInfo:
 class MoeRequest:
     """One lane of tokens for one MoE layer, as every duck gets it.
 
+    The arrays may be views of any memory that this machine's CPU reads, a device's
+    pinned buffer too.
+
     Shapes: T tokens, H hidden size, A experts per token.
         hidden        [T, H]  bf16 bits (uint16), C-contiguous
         topk_ids      [T, A]  int32, global expert ids
@@ -253,6 +256,8 @@ class Ducks(Protocol):
 
     def send(self, request: MoeRequest) -> InFlight[MoeSum]:
         """Send one request to all ducks and return at once; several may be in flight.
+
+        The arrays are read before it returns, and may be overwritten then.
 
         Raises:
             DuckTransportError: a duck is gone.
