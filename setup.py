@@ -67,6 +67,7 @@ KERNEL = extension(
     "vllm_duck.executor._kernel",
     "duck",
     [
+        "base/block.cpp",
         "base/crc32c.cpp",
         "base/huge_pages.cpp",
         "base/pool.cpp",
@@ -85,7 +86,7 @@ HOST = extension(
 STREAM = extension(
     "vllm_duck.executor._stream",
     "stream",
-    ["base/crc32c.cpp"],
+    ["base/block.cpp", "base/crc32c.cpp"],
     ["nghttp2"],
 )
 

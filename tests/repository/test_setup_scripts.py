@@ -245,7 +245,8 @@ def small_clone(tmp_path):
         (clone / "vllm_duck" / "csrc" / folder).mkdir(parents=True)
     (clone / "vllm_duck" / "executor").mkdir()
     (clone / "vllm_duck" / "csrc" / "stream" / "module.cpp").write_text(STAND_IN)
-    (clone / "vllm_duck" / "csrc" / "base" / "crc32c.cpp").touch()
+    for name in ("block.cpp", "crc32c.cpp"):
+        (clone / "vllm_duck" / "csrc" / "base" / name).touch()
     for name in ("setup.py", "README.md", "vllm_duck/version.py"):
         shutil.copy(ROOT / name, clone / name)
     return clone

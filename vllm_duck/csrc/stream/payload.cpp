@@ -1,9 +1,7 @@
 #include "stream/payload.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <utility>
 
 #include "base/crc32c.h"
@@ -18,17 +16,13 @@ constexpr size_t kBlock = 16 << 10;
 }  // namespace
 
 Payload::Payload(size_t message_bytes, size_t aligned_at)
-    : size_(message_bytes + kPrefixBytes) {
-  size_t lead = (kAlignment - (aligned_at + kPrefixBytes) % kAlignment) % kAlignment;
-  size_t total = (lead + size_ + kAlignment - 1) / kAlignment * kAlignment;
-  block_ = static_cast<uint8_t*>(std::aligned_alloc(kAlignment, total));
-  if (!block_) throw std::bad_alloc();
-  data_ = block_ + lead;
+    : block_(message_bytes + kPrefixBytes + kAlignment - 1),
+      size_(message_bytes + kPrefixBytes) {
+  size_t at = size_t(block_.data()) + kPrefixBytes + aligned_at;
+  data_ = block_.data() + (kAlignment - at % kAlignment) % kAlignment;
   data_[0] = 0;
   for (int i = 0; i < 4; ++i) data_[1 + i] = uint8_t(message_bytes >> (24 - 8 * i));
 }
-
-Payload::~Payload() { std::free(block_); }
 
 PayloadRef make_payload(const void* message, size_t message_bytes) {
   auto payload = std::make_shared<Payload>(message_bytes);
@@ -36,28 +30,18 @@ PayloadRef make_payload(const void* message, size_t message_bytes) {
   return payload;
 }
 
-Message::~Message() { std::free(data_); }
-
 Message::Message(Message&& other) noexcept
     : checksum(other.checksum),
-      data_(std::exchange(other.data_, nullptr)),
+      block_(std::move(other.block_)),
       size_(std::exchange(other.size_, 0)),
       capacity_(std::exchange(other.capacity_, 0)) {}
 
 Message& Message::operator=(Message&& other) noexcept {
   std::swap(checksum, other.checksum);
-  std::swap(data_, other.data_);
+  std::swap(block_, other.block_);
   std::swap(size_, other.size_);
   std::swap(capacity_, other.capacity_);
   return *this;
-}
-
-void Message::reserve(size_t num_bytes) {
-  if (num_bytes <= capacity_) return;
-  void* data = std::realloc(data_, num_bytes);
-  if (!data) throw std::bad_alloc();
-  data_ = static_cast<uint8_t*>(data);
-  capacity_ = num_bytes;
 }
 
 void Message::append(const uint8_t* data, size_t num_bytes) {
@@ -76,7 +60,7 @@ Assembler::Result Assembler::feed(const uint8_t** at, const uint8_t* end,
     if (prefix_[0] != 0) return Result::kCompressed;
     if (announced_ > max_message_bytes) return Result::kTooLarge;
     // Addresses only: the system gives memory to the pages that are written.
-    message_.reserve(std::max<size_t>(1, announced_));
+    message_ = Message(std::max<size_t>(1, announced_));
   }
   size_t part = std::min(announced_ - message_.size(), size_t(end - *at));
   append(*at, part);

@@ -4,6 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
+
+#include "base/block.h"
 
 namespace duck::stream {
 
@@ -20,7 +23,6 @@ class Payload {
  public:
   // `aligned_at` is the offset of the message that lies on a 64-byte boundary.
   explicit Payload(size_t message_bytes, size_t aligned_at = 0);
-  ~Payload();
   Payload(const Payload&) = delete;
   Payload& operator=(const Payload&) = delete;
 
@@ -30,7 +32,7 @@ class Payload {
   size_t size() const { return size_; }
 
  private:
-  uint8_t* block_;
+  Block block_;
   uint8_t* data_;
   size_t size_;
 };
@@ -43,27 +45,26 @@ PayloadRef make_payload(const void* message, size_t message_bytes);
 class Message {
  public:
   Message() = default;
-  ~Message();
+  // Room for so many bytes, of which none is there yet. Throws std::bad_alloc.
+  explicit Message(size_t num_bytes) : block_(num_bytes), capacity_(num_bytes) {}
   Message(Message&& other) noexcept;
   Message& operator=(Message&& other) noexcept;
 
-  uint8_t* data() { return data_; }
-  const uint8_t* data() const { return data_; }
+  uint8_t* data() { return block_.data(); }
+  const uint8_t* data() const { return block_.data(); }
   size_t size() const { return size_; }
   // Where the next byte goes, and how many have room there.
-  uint8_t* end() { return data_ + size_; }
+  uint8_t* end() { return data() + size_; }
   size_t room() const { return capacity_ - size_; }
 
-  // Throws std::bad_alloc.
-  void reserve(size_t num_bytes);
-  // Needs reserved room. What lies at end() already is not copied.
+  // Needs room. What lies at end() already is not copied.
   void append(const uint8_t* data, size_t num_bytes);
 
   // CRC-32C of all but the last kChecksumBytes, if an Assembler made it.
   uint32_t checksum = 0;
 
  private:
-  uint8_t* data_ = nullptr;
+  Block block_;
   size_t size_ = 0;
   size_t capacity_ = 0;
 };

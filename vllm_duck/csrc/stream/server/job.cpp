@@ -15,7 +15,7 @@ template <class T>
 const T* aligned(Slice tensor, Message* copy) {
   if (reinterpret_cast<uintptr_t>(tensor.data) % alignof(T) == 0)
     return reinterpret_cast<const T*>(tensor.data);
-  copy->reserve(tensor.size);
+  *copy = Message(tensor.size);
   copy->append(tensor.data, tensor.size);
   return reinterpret_cast<const T*>(copy->data());
 }

@@ -8,6 +8,7 @@
 // Held at most: one unfinished message for each of kMaxCalls calls; as many requests
 // that wait as 64, or one message's limit, for each call, then HTTP/2 flow control
 // makes the host wait; and replies of 64 MiB for each host, then its requests wait.
+// What was held is kept for the next messages, up to Block::kMaxKept.
 #pragma once
 
 #include <atomic>
