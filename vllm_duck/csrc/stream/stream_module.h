@@ -6,6 +6,7 @@
 namespace duck::stream {
 
 std::vector<PyMethodDef> client_functions();
+std::vector<PyMethodDef> memory_functions();
 std::vector<PyMethodDef> server_functions();
 
 }  // namespace duck::stream

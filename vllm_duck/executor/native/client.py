@@ -36,6 +36,9 @@ from vllm_duck.executor.wire.security import ClientSecurity
 # As grpcio's client in client.py; a duck's machine that lost its power sends no FIN.
 QUIET_S = 10.0
 
+# Block::kSmallestKept of csrc/base/block.h.
+_LARGE_SUM_BYTES = 64 << 10
+
 # Failure::Kind of csrc/stream/ticket.h.
 _STATUS, _REFUSED, _TIMEOUT, _PROTOCOL, _CLOSED, _IDENTITY = range(6)
 _GAVE_UP, _LOST, _BACK = range(6, 9)
@@ -188,10 +191,18 @@ class _PendingSum:
 
     def wait(self) -> MoeSum:
         """The sum, and how long the ducks took until this host looked."""
-        total = np.empty(self._shape, np.float32)
+        total = _empty_sum(self._shape)
         self._fan_out.await_replies(self._ticket, total)
         times_us = _stream.ticket_times(self._ticket)
         return MoeSum(total, CallTimes(self._sent_ns, *times_us))
+
+
+def _empty_sum(shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+    """An array in memory that the next call takes over when this one is dropped."""
+    num_bytes = 4 * shape[0] * shape[1]
+    if num_bytes < _LARGE_SUM_BYTES:
+        return np.empty(shape, np.float32)
+    return np.ndarray(shape, np.float32, _stream.sum_memory(num_bytes))
 
 
 # `transports.Connect`.
