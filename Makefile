@@ -20,6 +20,9 @@ export FRESH_TESTS ?= 1
 
 export HF_HUB_OFFLINE ?= 1
 
+# Where it is set, each process compiles PyTorch and vLLM anew: 10 seconds a start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check fresh bench proto venv clean
 
 demo: $(READY)

@@ -83,7 +83,8 @@ def running_server(
             stderr=subprocess.STDOUT,
             # The bounds of a slow machine for vLLM's processes too.
             env={
-                **os.environ,
+                # Its threads are as many as a user's.
+                **{k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"},
                 MARK: mark,
                 STOP_VARIABLE: str(int(WAIT_S)),
                 **(environment or {}),

@@ -14,8 +14,10 @@ from testing import failing_memory as failing_memory_library
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Nobody listens: tests must not wait for a usage report to fail.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# Threads of torch that wait must not take the cpu from those that compute.
+# Threads of torch that wait must not take the cpu from those that compute; and with an
+# engine in each test process, one more thread for each is one too many.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "models" / "tiny-v32"
 
@@ -60,10 +62,15 @@ def _seeds() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that end what their module shares come last in it, in random order too."""
-    place = {}
+    """Tests that end what their module shares come last in it, in random order too.
+
+    Modules that start engines take a minute or so: they come first, lest one process
+    has the last of them when the other has nothing left.
+    """
+    place: dict[Path, tuple[bool, int]] = {}
     for at, item in enumerate(items):
-        place.setdefault(item.path, at)
+        starts_no_engine = item.get_closest_marker("vllm") is None
+        place.setdefault(item.path, (starts_no_engine, at))
     items.sort(key=lambda i: (place[i.path], i.get_closest_marker("last") is not None))
 
 

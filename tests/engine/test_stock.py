@@ -31,7 +31,9 @@ def _answers(model_dir, prompts, *, plugins):
         return llm
 
     engines.start_engine = started
-    tokens = greedy_tokens(model_dir, prompts, 16, duck=None, max_num_seqs=4)
+    # What vLLM compiles is its own, and compiling takes minutes.
+    options = {"max_num_seqs": 4, "enforce_eager": True}
+    tokens = greedy_tokens(model_dir, prompts, 16, duck=None, **options)
     import sys
 
     return tokens, seen, "vllm_duck.worker" in sys.modules
