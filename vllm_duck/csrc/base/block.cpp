@@ -87,11 +87,8 @@ Block::Block(size_t num_bytes) {
   size_ = piece.size;
 }
 
-Block::~Block() {
-  if (size_ < kSmallestKept) {
-    std::free(data_);
-    return;
-  }
+void Block::give_back() {
+  if (size_ < kSmallestKept) return std::free(data_);
   try {
     kept().give({data_, size_});
   } catch (const std::bad_alloc&) {

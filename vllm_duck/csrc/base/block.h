@@ -14,7 +14,9 @@ class Block {
   Block() = default;
   // Not zeroed, aligned as malloc does. Throws std::bad_alloc.
   explicit Block(size_t num_bytes);
-  ~Block();
+  ~Block() {
+    if (data_) give_back();
+  }
   Block(Block&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)),
         size_(std::exchange(other.size_, 0)) {}
@@ -34,6 +36,8 @@ class Block {
   static constexpr size_t kSmallestKept = size_t(64) << 10;
 
  private:
+  void give_back();
+
   uint8_t* data_ = nullptr;
   size_t size_ = 0;
 };

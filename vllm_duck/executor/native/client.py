@@ -36,8 +36,8 @@ from vllm_duck.executor.wire.security import ClientSecurity
 # As grpcio's client in client.py; a duck's machine that lost its power sends no FIN.
 QUIET_S = 10.0
 
-# Block::kSmallestKept of csrc/base/block.h.
-_LARGE_SUM_BYTES = 64 << 10
+# Block::kSmallestKept of csrc/base/block.h, in float32.
+_LARGE_SUM = (64 << 10) // 4
 
 # Failure::Kind of csrc/stream/ticket.h.
 _STATUS, _REFUSED, _TIMEOUT, _PROTOCOL, _CLOSED, _IDENTITY = range(6)
@@ -199,10 +199,10 @@ class _PendingSum:
 
 def _empty_sum(shape: tuple[int, int]) -> npt.NDArray[np.float32]:
     """An array in memory that the next call takes over when this one is dropped."""
-    num_bytes = 4 * shape[0] * shape[1]
-    if num_bytes < _LARGE_SUM_BYTES:
+    num_values = shape[0] * shape[1]
+    if num_values < _LARGE_SUM:
         return np.empty(shape, np.float32)
-    return np.ndarray(shape, np.float32, _stream.sum_memory(num_bytes))
+    return np.ndarray(shape, np.float32, _stream.sum_memory(4 * num_values))
 
 
 # `transports.Connect`.
