@@ -1,16 +1,14 @@
 """The raw TCP fan-out of raw_tcp.cpp, called from Python: the yardstick of rpc.py."""
 
 import ctypes
-import os
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+from testing import compiled
 
 
 class RawTcp:
@@ -41,14 +39,9 @@ class RawTcp:
 
 
 @cache
-def load() -> ctypes.CDLL:
-    """Compile the yardstick, as the extensions are compiled, and load it."""
-    with tempfile.TemporaryDirectory() as directory:
-        library = Path(directory, "raw_tcp.so")
-        flags = ["-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC"]
-        compiler = os.environ.get("CXX", "g++")
-        subprocess.run([compiler, *flags, str(_SOURCE), "-o", library], check=True)
-        loaded = ctypes.CDLL(str(library))
+def load() -> Any:
+    """The yardstick, compiled as the extensions are."""
+    loaded = compiled.load(Path(__file__).with_suffix(".cpp"))
     loaded.raw_connect.restype = ctypes.c_void_p
     loaded.raw_connect.argtypes = [ctypes.c_int, ctypes.c_int]
     loaded.raw_call.argtypes = [

@@ -12,20 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from testing import compiled
 from testing.waiting import WAIT_S
 
 MAIN_THREAD, OTHER_THREADS = 1, 2
 ALL = 1 << 40
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
-
 
 def build(directory: Path) -> Path:
     """Compile the library into the directory."""
     library = directory / "failing_memory.so"
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC"]
-    compiler = os.environ.get("CXX", "g++")
-    subprocess.run([compiler, *flags, str(_SOURCE), "-o", str(library)], check=True)
+    compiled.build(Path(__file__).with_suffix(".cpp"), library)
     return library
 
 

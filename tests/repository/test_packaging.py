@@ -21,6 +21,7 @@ NEEDED = (
     "tests/**/*.c",
     "tests/**/*.cpp",
     "tests/**/*.py",
+    "benchmarks/**/*.cpp",
     "benchmarks/**/*.py",
     "docs/*.md",
     "examples/*",

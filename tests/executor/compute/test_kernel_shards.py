@@ -112,10 +112,6 @@ def test_no_rows_are_no_work(kernel):
     assert shard.forward(kernel, *rows).shape == (0, 256)
 
 
-def test_read_weights_needs_a_loaded_layer_only(kernel):
-    kernel.read_weights(make_shard(np.random.default_rng(22)).weights)
-
-
 def test_hidden_rows_are_widened_exactly(kernel):
     # A sanity check of the references themselves: float64 and float32 order agree.
     rng = np.random.default_rng(23)

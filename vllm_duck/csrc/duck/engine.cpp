@@ -4,7 +4,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
-#include <numeric>
 
 #include "duck/regions.h"
 #include "simd/bf16.h"
@@ -234,19 +233,6 @@ void Engine::first_touch(Layer* layer) {
       share(scales, 1, shape.expert_bytes() - shape.weight_bytes());
     }
   });
-}
-
-float Engine::read_weights(const Layer& layer) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  size_t lines = layer.weight_bytes() / 64;
-  const uint8_t* data = layer.expert(0).weights;
-  std::vector<float> sums(num_threads());
-  pool_.run(num_threads(), [&](int worker) {
-    size_t begin = lines * worker / num_threads() * 64;
-    size_t end = lines * (worker + 1) / num_threads() * 64;
-    sums[worker] = kernels_->read(data + begin, end - begin);
-  });
-  return std::accumulate(sums.begin(), sums.end(), 0.0f);
 }
 
 }  // namespace duck

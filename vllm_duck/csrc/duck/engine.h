@@ -52,10 +52,6 @@ class Engine {
   // pages are local to it. Before the layer is loaded.
   void first_touch(Layer* layer);
 
-  // Reads all weights once, front to back, and does nothing else: the bandwidth that
-  // forward() is measured against.
-  float read_weights(const Layer& layer);
-
  private:
   void forward_rows(const LayerCall& call);
   int plan(const LayerCall& call);

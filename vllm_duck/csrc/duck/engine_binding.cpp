@@ -55,18 +55,6 @@ PyObject* engine_first_touch(Arguments& args) {
   Py_RETURN_NONE;
 }
 
-PyObject* engine_read_weights(Arguments& args) {
-  auto* engine = args.held<Engine>("engine");
-  auto* layer = args.held<Layer>("layer");
-  if (!args.done()) return nullptr;
-  float sum;
-  {
-    WithoutGil released;
-    sum = engine->read_weights(*layer);
-  }
-  return PyFloat_FromDouble(sum);
-}
-
 // Writes the partial sum to out.
 PyObject* forward(Arguments& args) {
   auto* engine = args.held<Engine>("engine");
@@ -160,7 +148,6 @@ std::vector<PyMethodDef> engine_functions() {
       method<engine_new>("engine_new"),
       method<engine_isa>("engine_isa"),
       method<engine_first_touch>("engine_first_touch"),
-      method<engine_read_weights>("engine_read_weights"),
       method<forward>("forward"),
       method<shard_new>("shard_new"),
   };

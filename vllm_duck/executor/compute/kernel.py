@@ -231,13 +231,6 @@ class MoeKernel:
         """
         _kernel.engine_first_touch(self._handle, weights._handle)
 
-    def read_weights(self, weights: LayerWeights) -> None:
-        """Read all weights front to back with all threads, and nothing else.
-
-        The yardstick for forward(): few rows can be no faster than this.
-        """
-        _kernel.engine_read_weights(self._handle, weights._handle)
-
     def forward(
         self,
         weights: LayerWeights,

@@ -313,9 +313,8 @@ size_t scratch_bytes(const LayerShape& shape, int max_rows) {
 
 const KernelTable* amx_kernels() {
   if (!avx512_kernels() || !amx_is_usable()) return nullptr;
-  static const KernelTable table = {"amx",          kVectorRows, vectors().widen,
-                                    scratch_bytes,  gate_up,     down,
-                                    vectors().read, tile_release};
+  static const KernelTable table = {
+      "amx", kVectorRows, vectors().widen, scratch_bytes, gate_up, down, tile_release};
   return &table;
 }
 

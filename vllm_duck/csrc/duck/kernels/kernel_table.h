@@ -51,8 +51,6 @@ struct KernelTable {
   // [begin, end).
   void (*down)(const ExpertRows& rows, int begin, int end, float* y, size_t y_stride,
                uint8_t* scratch);
-  // Reads memory and does nothing else; the result is meaningless.
-  float (*read)(const uint8_t* data, size_t num_bytes);
   // Runs on each worker after its part of a phase; may be null.
   void (*leave)();
 };

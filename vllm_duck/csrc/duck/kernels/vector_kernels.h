@@ -38,25 +38,6 @@ struct VectorKernels {
     });
   }
 
-  static float read(const uint8_t* data, size_t num_bytes) {
-    constexpr size_t kChunk = 256, kFloats = kChunk / sizeof(float);
-    typename S::F sums[kFloats / S::kWidth];
-    for (auto& sum : sums) sum = S::zero();
-    for (size_t at = 0; at + kChunk <= num_bytes; at += kChunk) {
-      for (size_t line = 0; line < kChunk; line += 64)
-        prefetch_line<S>(data + at + line);
-      const float* floats = reinterpret_cast<const float*>(data + at);
-      for (size_t i = 0; i < kFloats / S::kWidth; ++i)
-        sums[i] = S::add(sums[i], S::load(floats + i * S::kWidth));
-    }
-    float out[S::kWidth], total = 0;
-    for (auto& sum : sums) {
-      S::store(out, sum);
-      for (float sum : out) total += sum;
-    }
-    return total;
-  }
-
  private:
   template <Format kFormat>
   using Constant = std::integral_constant<Format, kFormat>;
@@ -105,7 +86,6 @@ KernelTable vector_kernel_table(const char* name) {
           Kernels::scratch_bytes,
           Kernels::gate_up,
           Kernels::down,
-          Kernels::read,
           nullptr};
 }
 
