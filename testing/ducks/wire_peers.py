@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
+from testing.ducks.echo import echo, echo_compute
 from testing.ducks.mini_model import make_info
 from testing.waiting import WAIT_S, wait_until
 from vllm_duck.errors import DuckTimeout
@@ -51,11 +52,6 @@ BOTH_CLIENTS = [NATIVE, "grpcio"]
 CLIENTS = [*BOTH_CLIENTS, "stock"]
 
 
-def echo(request, reply_dtype):
-    """What the native server's echo does: the hidden rows come back."""
-    return bf16_to_f32(request.hidden) if reply_dtype == "fp32" else request.hidden
-
-
 def check_echo(fan_out, request):
     """One call of one echo duck gives the hidden rows back."""
     expected = bf16_to_f32(request.hidden)
@@ -79,12 +75,9 @@ def check_echo_in_the_end(fan_out, request):
 def serving(kind, *, listen="127.0.0.1:0", **options):
     """A running echo duck of one kind."""
     if kind == "native":
-        from vllm_duck.executor import _stream
         from vllm_duck.executor.native.server import NativeDuckServer
 
-        server = NativeDuckServer(
-            _stream.echo_compute(), make_info(), listen=listen, **options
-        )
+        server = NativeDuckServer(echo_compute(), make_info(), listen=listen, **options)
     else:
         server = DuckServer(echo, make_info(), listen=listen, **options)
     server.start()

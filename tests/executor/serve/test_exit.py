@@ -41,14 +41,14 @@ def test_a_server_that_was_not_stopped_does_not_abort_the_process():
     run("""
         import threading
         from testing.ducks.mini_model import make_info, make_request
-        from vllm_duck.executor import _stream
+        from testing.ducks.echo import echo_compute
         from vllm_duck.executor.wire.identity import identity_of
         from vllm_duck.executor.native.client import NativeFanOut
         from vllm_duck.executor.native.server import NativeDuckServer
         from vllm_duck.executor.wire.security import ClientSecurity
 
         info = make_info()
-        server = NativeDuckServer(_stream.echo_compute(), info, listen="127.0.0.1:0")
+        server = NativeDuckServer(echo_compute(), info, listen="127.0.0.1:0")
         server.start()
         client = NativeFanOut(
             [server.endpoint],

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from testing.ducks.echo import echo, echo_compute
 from testing.ducks.mini_model import NUM_COLUMNS, make_info, make_request
-from testing.ducks.wire_peers import BOTH_CLIENTS, NATIVE, SERVERS, calling, echo
+from testing.ducks.wire_peers import BOTH_CLIENTS, NATIVE, SERVERS, calling
 from vllm_duck.errors import DuckProtocolError, DuckTransportError
 from vllm_duck.executor.duck import Shard
 from vllm_duck.executor.fleet import Fleet
@@ -58,12 +59,9 @@ class _Serving:
     def swap(self, info):
         self.stop()
         if self._kind == "native":
-            from vllm_duck.executor import _stream
             from vllm_duck.executor.native.server import NativeDuckServer
 
-            self._server = NativeDuckServer(
-                _stream.echo_compute(), info, listen=self.endpoint
-            )
+            self._server = NativeDuckServer(echo_compute(), info, listen=self.endpoint)
         else:
             self._server = DuckServer(self._compute, info, listen=self.endpoint)
         self._server.start()

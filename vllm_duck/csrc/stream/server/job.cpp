@@ -1,6 +1,5 @@
 #include "stream/server/job.h"
 
-#include <cstring>
 #include <new>
 
 namespace duck::stream {
@@ -55,18 +54,6 @@ PayloadRef out_of_memory(uint64_t request_id) {
   }
 }
 
-ForwardStatus echo(void*, const ForwardCall& call, char*, size_t) {
-  size_t count = size_t(call.num_rows) * call.hidden_size;
-  if (count == 0) return ForwardStatus::kOk;
-  if (call.out_bf16) std::memcpy(call.out_bf16, call.hidden, count * sizeof(uint16_t));
-  if (call.out_fp32)
-    for (size_t i = 0; i < count; ++i) {
-      uint32_t bits = uint32_t(call.hidden[i]) << 16;
-      std::memcpy(&call.out_fp32[i], &bits, sizeof bits);
-    }
-  return ForwardStatus::kOk;
-}
-
 }  // namespace
 
 void answer(const Compute& compute, Job* job) noexcept {
@@ -78,7 +65,5 @@ void answer(const Compute& compute, Job* job) noexcept {
   }
   job->message = Message();
 }
-
-Compute echo_compute() { return {nullptr, echo}; }
 
 }  // namespace duck::stream

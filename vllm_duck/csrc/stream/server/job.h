@@ -20,8 +20,4 @@ struct Job {
 // sentence.
 void answer(const Compute& compute, Job* job) noexcept;
 
-// Gives the hidden rows back as the partial sum: the duck of benchmarks and tests of
-// the wire.
-Compute echo_compute();
-
 }  // namespace duck::stream

@@ -108,11 +108,6 @@ PyObject* server_finish(Arguments& args) {
   Py_RETURN_NONE;
 }
 
-PyObject* echo_duck(Arguments& args) {
-  static Compute compute = echo_compute();
-  return args.done() ? PyCapsule_New(&compute, kComputeName, nullptr) : nullptr;
-}
-
 }  // namespace
 
 std::vector<PyMethodDef> server_functions() {
@@ -123,7 +118,6 @@ std::vector<PyMethodDef> server_functions() {
       method<server_next_event>("server_next_event"),
       method<server_send>("server_send"),
       method<server_finish>("server_finish"),
-      method<echo_duck>("echo_compute"),
   };
 }
 
