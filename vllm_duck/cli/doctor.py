@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_duck.config import ISA_VARIABLE
+from vllm_duck.config import ISA_VARIABLE, environment_isa
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.system.cpus import describe_cpus
 from vllm_duck.version import VLLM_VERSION, __version__
@@ -133,7 +133,12 @@ def _check_layers() -> Finding:
         from vllm_duck.models.cpu import _host
     except ImportError as error:
         return broken("attention", str(error), _INSTALL_AGAIN)
-    return Finding("attention", Path(_host.__file__).name)
+    wanted = environment_isa()
+    host = _host.host_new(1, wanted, 1)
+    if host is None:
+        advice = f"correct {ISA_VARIABLE}, or unset it"
+        return broken("attention", f"this CPU cannot run isa {wanted!r}", advice)
+    return Finding("attention", _host.host_isa(host))
 
 
 def _check_version(wheel: importlib.metadata.Distribution) -> Finding:

@@ -6,14 +6,13 @@ import torch
 
 from testing.attention_pair import make_config, make_pair
 from testing.host_threads import using
+from testing.memory import most_new_bytes
 from testing.paged_world import BLOCK_SIZE, PagedWorld, make_batch, run_attention
 from testing.torch_host import numpy_bits
-from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.attention import SparseAttention
 from vllm_duck.models.cpu.linear import Linear
 from vllm_duck.models.cpu.moe import Router
 from vllm_duck.models.cpu.packing import pack_modules
-from vllm_duck.models.cpu.threads import current
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.rope import Rope
 
@@ -60,8 +59,9 @@ def test_a_panel_at_a_long_context_holds_the_scores_of_one_turn():
     table = torch.arange(world.num_blocks)[None]
     hidden = torch.randn(256, ours.dims.hidden_size).bfloat16()
     with using(2):
-        together = attend_last(ours, table, [num_positions], [256], hidden)
-        held = _host.host_scratch_bytes(current())
+        together, held = most_new_bytes(
+            lambda: attend_last(ours, table, [num_positions], [256], hidden)
+        )
         alone = attend_last(ours, table, [num_positions], [1], hidden[-1:])
     # 256 rows have four times the scores that are held at once.
     assert MAX_SCORES_BYTES <= held < MAX_SCORES_BYTES + SMALL_PIECES
@@ -75,8 +75,9 @@ def test_a_turn_holds_no_more_decoded_keys_than_one_long_context_has():
     lengths, new = [length] * num_requests, [rows] * num_requests
     hidden = torch.randn(sum(new), ours.dims.hidden_size).bfloat16()
     with using(2):
-        together = attend_last(ours, table, lengths, new, hidden)
-        held = _host.host_scratch_bytes(current())
+        together, held = most_new_bytes(
+            lambda: attend_last(ours, table, lengths, new, hidden)
+        )
         alone = [
             attend_last(ours, table[r : r + 1], [length], [rows], hidden[first:][:rows])
             for r, first in enumerate(range(0, sum(new), rows))
@@ -100,8 +101,7 @@ def test_many_rows_go_through_a_linear_in_pieces(part):
         return module(rows) if part == "linear" else bits_of(module(numpy_bits(rows)))
 
     with using(2):
-        together = run(x)
-        held = _host.host_scratch_bytes(current())
+        together, held = most_new_bytes(lambda: run(x))
         pieces = torch.cat([run(piece) for piece in x.split(700)])
     assert held < SMALL_PIECES < x.nbytes
     assert torch.equal(together, pieces)

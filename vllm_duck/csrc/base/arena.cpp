@@ -1,6 +1,5 @@
 #include "base/arena.h"
 
-#include <algorithm>
 #include <new>
 
 #include "base/huge_pages.h"
@@ -18,7 +17,6 @@ constexpr size_t kMaxKept = size_t(64) << 20;
 void Arena::grow(size_t num_bytes) {
   size_t size = (num_bytes + kMinBlock - 1) / kMinBlock * kMinBlock;
   blocks_.push_back({take_huge(size), size});
-  most_bytes_ = std::max(most_bytes_, held_bytes());
 }
 
 size_t Arena::held_bytes() const {

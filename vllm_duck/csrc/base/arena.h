@@ -22,9 +22,6 @@ class Arena {
   // Gives everything back; what did not fit in one block will next time.
   void reset();
 
-  // The most memory that it has held at once.
-  size_t most_bytes() const { return most_bytes_; }
-
  private:
   struct Block {
     std::shared_ptr<uint8_t> data;
@@ -36,7 +33,6 @@ class Arena {
   std::vector<Block> blocks_;
   size_t block_ = 0;  // the one in use
   size_t used_ = 0;   // bytes of it
-  size_t most_bytes_ = 0;
 };
 
 }  // namespace duck

@@ -14,13 +14,6 @@ Host::Host(const HostKernels* kernels, int num_threads, size_t work_per_thread)
       workers_(num_threads),
       work_per_thread_(work_per_thread) {}
 
-size_t Host::most_scratch_bytes() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  size_t total = shared_.most_bytes();
-  for (auto& arena : workers_) total += arena.most_bytes();
-  return total;
-}
-
 void Host::reset() {
   shared_.reset();
   for (auto& arena : workers_) arena.reset();

@@ -22,9 +22,6 @@ class Host {
   const char* isa() const { return kernels_->name; }
   int num_threads() const { return pool_.num_threads(); }
 
-  // The most scratch memory that calls have held at once, in bytes.
-  size_t most_scratch_bytes();
-
   // Throws what a share of the call throws: std::bad_alloc, where scratch is short. The
   // next call is not affected.
   template <class Call>

@@ -100,24 +100,12 @@ PyObject* attend(Arguments& args) {
   return run(args, host, &HostKernels::attend, call);
 }
 
-// x may be 0: then the row is read only
-PyObject* latent(Arguments& args) {
-  auto* host = args.held<Host>("host");
-  LatentCall call = {};
-  call.size = args.integer("size");
-  call.x = args.memory<float>("x");
-  call.row = args.memory<uint8_t>("row");
-  call.out = args.memory<uint16_t>("out");
-  return run(args, host, &HostKernels::latent, call);
-}
-
 }  // namespace
 
 std::vector<PyMethodDef> layer_functions() {
   return {
-      method<norm>("norm"),     method<linear>("linear"), method<mlp>("mlp"),
-      method<route>("route"),   method<add>("add"),       method<attend>("attend"),
-      method<latent>("latent"),
+      method<norm>("norm"),   method<linear>("linear"), method<mlp>("mlp"),
+      method<route>("route"), method<add>("add"),       method<attend>("attend"),
   };
 }
 

@@ -29,12 +29,6 @@ PyObject* host_isa(Arguments& args) {
   return args.done() ? to_text(host->isa()) : nullptr;
 }
 
-// -> the most scratch memory that calls of this host have held at once, in bytes
-PyObject* host_scratch_bytes(Arguments& args) {
-  auto* host = args.held<Host>("host");
-  return args.done() ? PyLong_FromSize_t(host->most_scratch_bytes()) : nullptr;
-}
-
 }  // namespace
 
 PyMODINIT_FUNC PyInit__host() {
@@ -42,7 +36,6 @@ PyMODINIT_FUNC PyInit__host() {
       method<supported_isas>("supported_isas"),
       method<host_new>("host_new"),
       method<host_isa>("host_isa"),
-      method<host_scratch_bytes>("host_scratch_bytes"),
   };
   for (auto& function : weight_functions()) functions.push_back(function);
   for (auto& function : layer_functions()) functions.push_back(function);

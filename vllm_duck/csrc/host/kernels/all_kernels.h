@@ -13,7 +13,7 @@ namespace {
 template <class G>
 constexpr HostKernels host_kernels(const char* name) {
   return {name,          norm_call, linear_call<G>, mlp_call<G>,
-          route_call<G>, add_call,  attend_call<G>, latent_call<G>};
+          route_call<G>, add_call,  attend_call<G>};
 }
 
 }  // namespace

@@ -44,13 +44,6 @@ void attend_call(const Threads& threads, const AttentionCall& call) {
     attend_panel<G>(threads, call, begin, min_int(kPanelRows, call.rows - begin), low);
 }
 
-template <class G>
-void latent_call(const Threads&, const LatentCall& call) {
-  LatentRow format = {call.size, 0, true};
-  if (call.x) format.write(call.x, nullptr, call.row);
-  format.template read<G>(call.row, call.out);
-}
-
 }  // namespace
 }  // namespace host
 }  // namespace duck

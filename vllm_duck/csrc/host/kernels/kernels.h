@@ -67,14 +67,6 @@ struct AddCall {
   uint16_t* out;  // residual + (shared + routed)
 };
 
-// One token of an fp8 latent cache without its rope part: for tests of the format.
-struct LatentCall {
-  int size;
-  const float* x;  // [size], to be written to the row, or null
-  uint8_t* row;    // [size + size / 128 * 4]
-  uint16_t* out;   // [size] bf16, read back
-};
-
 struct AttentionShape {
   int hidden_size, num_attention_heads, q_lora_rank, kv_lora_rank;
   int qk_nope_head_dim, qk_rope_head_dim, v_head_dim;
@@ -119,7 +111,6 @@ struct HostKernels {
   void (*route)(const Threads&, const RouterCall&);
   void (*add)(const Threads&, const AddCall&);
   void (*attend)(const Threads&, const AttentionCall&);
-  void (*latent)(const Threads&, const LatentCall&);
 };
 
 const HostKernels* portable_kernels();
