@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import MODEL_DIR, Result, main, percentiles
-from vllm_duck.executor.duck import MoeRequest
+from vllm_duck.executor.duck import ModelSummary, MoeRequest
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.serve.local import LocalDucks
 from vllm_duck.executor.weights.checkpoint import Checkpoint
@@ -45,12 +45,7 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
                     Fleet.connect(ducks.endpoints, expect=summary, transport=transport)
                 )
             for rows in ROWS:
-                request = _request(
-                    rows,
-                    summary.hidden_size,
-                    summary.n_routed_experts,
-                    summary.layer_ids[0],
-                )
+                request = make_request(rows, summary)
                 yield from _measure(fleets, request, kind, 200 if quick else 2000)
 
 
@@ -81,15 +76,14 @@ def _overheads_us(fleet: Fleet, request: MoeRequest, num_calls: int) -> list[flo
     return overheads_us[10:]
 
 
-def _request(
-    rows: int, hidden_size: int, num_experts: int, layer_idx: int
-) -> MoeRequest:
+def make_request(rows: int, summary: ModelSummary) -> MoeRequest:
+    """Random rows of a model's first MoE layer, for random experts."""
     rng = np.random.default_rng(0)
     # The upper half of a float32 is a bf16.
-    hidden = rng.standard_normal((rows, hidden_size), dtype=np.float32)
-    ids = np.argsort(rng.random((rows, num_experts)), axis=1)[:, :NUM_TOPK]
+    hidden = rng.standard_normal((rows, summary.hidden_size), dtype=np.float32)
+    ids = np.argsort(rng.random((rows, summary.n_routed_experts)), axis=1)[:, :NUM_TOPK]
     return MoeRequest(
-        layer_idx=layer_idx,
+        layer_idx=summary.layer_ids[0],
         hidden=(hidden.view(np.uint32) >> 16).astype(np.uint16),
         topk_ids=ids.astype(np.int32),
         topk_weights=np.full((rows, NUM_TOPK), 0.25, dtype=np.float32),

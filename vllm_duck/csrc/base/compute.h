@@ -17,6 +17,8 @@ struct ForwardCall {
   const float* topk_weights;  // [T][A]
   float* out_fp32;            // [T][H]: this one,
   uint16_t* out_bf16;         // or this one
+  // Between two units of its work, it lets calls that came meanwhile go first.
+  bool gives_way;
 };
 
 // The numbers of `Status` in duck.proto.
@@ -25,7 +27,7 @@ enum class ForwardStatus : int { kOk = 1, kInvalidRequest = 2, kInternal = 3 };
 struct Compute {
   void* context;
   // Writes out, or a sentence of at most `error_bytes` (its zero included) that says
-  // why not. Called from any thread, by one at a time.
+  // why not. Called from any thread; of two calls at once, one gives way.
   ForwardStatus (*forward)(void* context, const ForwardCall& call, char* error,
                            size_t error_bytes);
 };

@@ -2,14 +2,15 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/compute.h"
 #include "base/pool.h"
+#include "duck/gate.h"
 #include "duck/kernels/kernel_table.h"
 #include "duck/layer.h"
+#include "duck/regions.h"
 #include "simd/dispatch.h"
 
 namespace duck {
@@ -38,6 +39,25 @@ class Buffer {
   size_t size_ = 0;
 };
 
+// What a call computes with.
+struct CallMemory {
+  explicit CallMemory(int num_workers) : scratch(num_workers), y(num_workers) {}
+
+  // Its plan: experts that have rows, in rising id.
+  std::vector<ExpertRows> active;
+  std::vector<int> pair_tokens;
+  std::vector<float> pair_weights;
+  std::vector<int> expert_begin;
+  int max_rows = 0;
+  Buffer act;
+  Buffer hidden_fp32;
+  std::vector<float> hidden_unscale;  // [T], 0 where no copy was made
+  // Of each worker.
+  std::vector<Buffer> scratch;
+  std::vector<Buffer> y;
+  int num_workers = 1;
+};
+
 class Engine {
  public:
   Engine(const KernelTable* kernels, int num_threads, const std::vector<int>& cpus);
@@ -53,28 +73,20 @@ class Engine {
   void first_touch(Layer* layer);
 
  private:
-  void forward_rows(const LayerCall& call);
-  int plan(const LayerCall& call);
-  HiddenRows widen_hidden(const LayerCall& call);
-  void gate_up_phase(const LayerCall& call, int num_workers, const HiddenRows& hidden);
-  void down_phase(const LayerCall& call, int num_workers);
-  void write_out(const LayerCall& call, const float* y, int first_column,
-                 int num_columns);
+  void forward_rows(const LayerCall& call, CallMemory* memory);
+  HiddenRows widen_hidden(const LayerCall& call, CallMemory* memory);
+  void gate_up_phase(const LayerCall& call, CallMemory* memory,
+                     const HiddenRows& hidden);
+  void down_phase(const LayerCall& call, CallMemory* memory);
+  template <class MakeUnit>
+  void work(const LayerCall& call, int num_workers, Regions* regions,
+            const MakeUnit& make_unit);
 
   const KernelTable* kernels_;
   Pool pool_;
-  std::mutex mutex_;
-  // The plan of the current call: experts that have rows, in rising id.
-  std::vector<ExpertRows> active_;
-  std::vector<int> pair_tokens_;
-  std::vector<float> pair_weights_;
-  std::vector<int> expert_begin_;
-  int max_rows_ = 0;
-  Buffer act_;
-  Buffer hidden_fp32_;
-  std::vector<float> hidden_unscale_;  // [T], 0 where no copy was made
-  std::vector<Buffer> scratch_;
-  std::vector<Buffer> y_;
+  Gate gate_;
+  CallMemory memory_;
+  CallMemory memory_of_long_;  // of the call that gives way
 };
 
 }  // namespace duck

@@ -18,14 +18,15 @@ class Regions {
         max_chunk_(max_chunk),
         next_(new Counter[num_regions]) {}
 
-  // Calls body(repeat, begin, end) until no unit is left.
-  template <class Body>
-  void work(int worker, const Body& body) {
+  // Calls body(repeat, begin, end) until no unit is left, or until should_stop().
+  template <class ShouldStop, class Body>
+  void work(int worker, const ShouldStop& should_stop, const Body& body) {
     for (int i = 0; i < num_regions_; ++i) {
       int region = (worker + i) % num_regions_;
       int begin = edge(region), end = edge(region + 1);
-      int chunks = (end - begin + max_chunk_ - 1) / max_chunk_;
+      int chunks = num_chunks(region);
       for (;;) {
+        if (should_stop()) return;
         int unit = next_[region].value.fetch_add(1, std::memory_order_relaxed);
         if (unit >= chunks * num_repeats_) break;
         int repeat = unit / chunks, chunk = unit % chunks;
@@ -36,9 +37,20 @@ class Regions {
     }
   }
 
+  // Whether all units have been handed out, while nobody works.
+  bool are_over() const {
+    for (int region = 0; region < num_regions_; ++region)
+      if (next_[region].value < num_chunks(region) * num_repeats_) return false;
+    return true;
+  }
+
   int edge(int region) const { return int(long(num_items_) * region / num_regions_); }
 
  private:
+  int num_chunks(int region) const {
+    return (edge(region + 1) - edge(region) + max_chunk_ - 1) / max_chunk_;
+  }
+
   struct alignas(64) Counter {
     std::atomic<int> value{0};
   };

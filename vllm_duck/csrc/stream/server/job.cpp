@@ -19,8 +19,8 @@ const T* aligned(Slice tensor, Message* copy) {
   return reinterpret_cast<const T*>(copy->data());
 }
 
-PayloadRef computed(const Compute& compute, const RequestView& request,
-                    Clock::time_point arrival) {
+PayloadRef computed(const Compute& compute, const Job& job) {
+  const RequestView& request = job.request;
   std::string problem = misfit(request);
   if (!problem.empty())
     return encode_refusal(request.request_id, ForwardStatus::kInvalidRequest, problem);
@@ -35,14 +35,15 @@ PayloadRef computed(const Compute& compute, const RequestView& request,
                       aligned<int32_t>(request.topk_ids, &copies[1]),
                       aligned<float>(request.topk_weights, &copies[2]),
                       is_fp32 ? reinterpret_cast<float*>(reply.partial()) : nullptr,
-                      is_fp32 ? nullptr : reinterpret_cast<uint16_t*>(reply.partial())};
+                      is_fp32 ? nullptr : reinterpret_cast<uint16_t*>(reply.partial()),
+                      job.is_long};
   char error[512] = "";
   auto start = Clock::now();
   ForwardStatus status = compute.forward(compute.context, call, error, sizeof error);
   auto end = Clock::now();
   if (status != ForwardStatus::kOk)
     return encode_refusal(request.request_id, status, error);
-  return reply.seal(microseconds(start - arrival), microseconds(end - start));
+  return reply.seal(microseconds(start - job.arrival), microseconds(end - start));
 }
 
 PayloadRef out_of_memory(uint64_t request_id) {
@@ -58,7 +59,7 @@ PayloadRef out_of_memory(uint64_t request_id) {
 
 void answer(const Compute& compute, Job* job) noexcept {
   try {
-    job->reply = computed(compute, job->request, job->arrival);
+    job->reply = computed(compute, *job);
   } catch (const std::bad_alloc&) {
     job->message = Message();
     job->reply = out_of_memory(job->request.request_id);

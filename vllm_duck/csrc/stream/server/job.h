@@ -13,6 +13,7 @@ struct Job {
   Message message;
   RequestView request;  // into message
   Clock::time_point arrival;
+  bool is_long = false;  // gives way to others
   PayloadRef reply;
 };
 

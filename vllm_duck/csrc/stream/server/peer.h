@@ -44,6 +44,7 @@ class Peer : private Connection::Owner {
 
   // A request waits, and the host reads its replies.
   bool has_job() const;
+  uint32_t next_rows() const { return waiting_.front()->request.num_rows; }
   // The oldest request that waits; its reply comes through deliver().
   std::unique_ptr<Job> take_job();
   void deliver(int32_t stream_id, PayloadRef reply);

@@ -21,7 +21,7 @@ constexpr const char* kHealthPrefix = "/grpc.health.v1.Health/";
 constexpr size_t kMaxPeers = 256;
 constexpr int kMaxEvents = 64;
 // Decode steps and small prompts: milliseconds of compute at most.
-constexpr uint32_t kInlineRows = 64;
+constexpr uint32_t kMaxInlineRows = 64;
 constexpr int kPeerLostS = 30;
 // Hosts that have received everything have this long to close their connections.
 constexpr auto kGoodbye = std::chrono::milliseconds(200);
@@ -57,7 +57,7 @@ void watch(int epoll, int operation, int fd, uint64_t key, uint32_t events) {
 }  // namespace
 
 Server::Server(const ServerOptions& options)
-    : options_(options), last_peer_id_(kFirstPeerKey) {
+    : options_(options), turns_(kMaxInlineRows), last_peer_id_(kFirstPeerKey) {
   epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
   wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (epoll_ < 0 || wake_ < 0) throw std::runtime_error(strerror(errno));
@@ -138,8 +138,7 @@ void Server::with_control_call(uint64_t call_id,
 void Server::serve() {
   while (!is_drained()) {
     epoll_event events[kMaxEvents];
-    bool has_job = !is_computing_ && !ready_.empty();
-    int timeout_ms = has_job ? 0 : is_draining_ ? 10 : -1;
+    int timeout_ms = turns_.has_next() ? 0 : is_draining_ ? 10 : -1;
     if (timeout_ms < 0 && listeners_->is_resting()) timeout_ms = Listeners::kRestMs;
     int count = ::epoll_wait(epoll_, events, kMaxEvents, timeout_ms);
     for (int i = 0; i < count; ++i) {
@@ -162,7 +161,7 @@ void Server::survive(const Work& work) {
   try {
     work();
   } catch (const std::bad_alloc&) {
-    peers_.erase(peer_at_work_);
+    drop(peer_at_work_);
   }
 }
 
@@ -210,7 +209,7 @@ void Server::after_io(Peer* peer, bool is_alive) {
   uint64_t id = peer->id();
   if (!is_alive) {
     if (is_draining_ && peer->connection().is_finished()) leave(peer);
-    peers_.erase(id);
+    drop(id);
     listeners_->end_rest();  // a descriptor is free
     return;
   }
@@ -220,6 +219,11 @@ void Server::after_io(Peer* peer, bool is_alive) {
   if (events == peer->watched_events) return;
   peer->watched_events = events;
   watch(epoll_, EPOLL_CTL_MOD, peer->connection().socket(), id, events);
+}
+
+void Server::drop(uint64_t peer_id) {
+  peers_.erase(peer_id);
+  turns_.forget(peer_id);
 }
 
 void Server::post(Task task) {
@@ -250,7 +254,7 @@ void Server::run_posted() {
     done = std::move(done_job_);
   }
   if (!done) return;
-  is_computing_ = false;
+  turns_.end_long();
   deliver(done.get());
 }
 
@@ -304,22 +308,22 @@ bool Server::is_drained() {
 // Computes one request, or hands it to the other thread; then it is the next host's
 // turn.
 void Server::compute_next() {
-  if (is_computing_ || ready_.empty()) return;
-  auto found = peers_.find(ready_.front());
-  ready_.pop_front();
+  uint64_t id = turns_.take();
+  auto found = peers_.find(id);
   if (found == peers_.end()) return;
-  peer_at_work_ = found->first;
+  peer_at_work_ = id;
   Peer* peer = found->second.get();
   peer->is_queued = false;
   if (!peer->has_job()) return;
   std::unique_ptr<Job> job = peer->take_job();
+  if (!job) return queue(peer);
+  turns_.begin(id, job->request.num_rows);
+  job->is_long = turns_.is_long(job->request.num_rows);
   queue(peer);
-  if (!job) return;
-  if (job->request.num_rows <= kInlineRows) {
+  if (!job->is_long) {
     answer(options_.compute, job.get());
     return deliver(job.get());
   }
-  is_computing_ = true;
   {
     std::lock_guard<std::mutex> lock(job_mutex_);
     long_job_ = std::move(job);
@@ -329,8 +333,8 @@ void Server::compute_next() {
 
 void Server::queue(Peer* peer) {
   if (peer->is_queued || !peer->has_job()) return;
+  turns_.ask(peer->id(), peer->next_rows());
   peer->is_queued = true;
-  ready_.push_back(peer->id());
 }
 
 void Server::deliver(Job* job) {

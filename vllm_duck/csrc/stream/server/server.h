@@ -3,7 +3,8 @@
 //
 // One thread serves all connections. It computes calls of few rows itself, which spares
 // them two thread switches, and gives longer ones to a second thread, so that pings and
-// health checks are answered meanwhile. One call is computed at a time, hosts in turn.
+// health checks are answered meanwhile. Hosts take turns by rows, and a long call stops
+// between two units of its work for the short calls of other hosts.
 //
 // Held at most: one unfinished message for each of kMaxCalls calls; as many requests
 // that wait as 64, or one message's limit, for each call, then HTTP/2 flow control
@@ -25,6 +26,7 @@
 
 #include "stream/server/listeners.h"
 #include "stream/server/peer.h"
+#include "stream/server/turns.h"
 
 namespace duck::stream {
 
@@ -74,6 +76,7 @@ class Server : private Peer::Owner {
   void compute_long_jobs();
 
   void after_io(Peer* peer, bool is_alive);
+  void drop(uint64_t peer_id);
   template <class Work>
   void survive(const Work& work);
 
@@ -97,7 +100,7 @@ class Server : private Peer::Owner {
   std::unique_ptr<Listeners> listeners_;
   std::unordered_map<uint64_t, std::unique_ptr<Peer>> peers_;
   uint64_t peer_at_work_ = 0;
-  std::deque<uint64_t> ready_;  // peers with a request to compute, in turn
+  Turns turns_;
   size_t num_calls_ = 0;
   uint64_t last_peer_id_ = 0;
   uint64_t last_call_id_ = 0;
@@ -112,7 +115,6 @@ class Server : private Peer::Owner {
   std::condition_variable job_ready_;
   std::unique_ptr<Job> long_job_;
   std::unique_ptr<Job> done_job_;
-  bool is_computing_ = false;  // a long job
   bool is_compute_over_ = false;
 
   std::mutex events_mutex_;
