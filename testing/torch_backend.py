@@ -142,6 +142,8 @@ class TorchLayer(Part):
         residual, normed = self._attended(rows, step)
         if wanted is not None:
             residual, normed = residual[wanted], normed[wanted]
+            if not len(residual):
+                return Pending(residual)
         if not self.is_moe:
             return Pending(residual + self.mlp(normed))
         ids, weights = torch_host.route(self.dims, self.gate, self.bias, normed)

@@ -51,8 +51,8 @@ class DuckConfig:
     # Divide a step's tokens into two lanes where that is measured to be quicker: the
     # host works on one while the ducks work on the other. false never does.
     overlap: bool = True
-    # Stop drafting for a request, or at a batch size, where it is measured to cost more
-    # time than its tokens are worth. false drafts always.
+    # Draft as many tokens for each request as are measured to be worth their time, or
+    # none. false drafts as many as --speculative-config says, always.
     draft_gate: bool = True
     # "int8" or "int4": local ducks hold the experts in fewer bits. None: as the
     # checkpoint has them. Ducks behind endpoints are started with --weight-format.

@@ -141,13 +141,13 @@ class Engine:
         drafter, propose = self.runner.drafter, self.runner.drafter.draft
         seconds: dict[int, list[float]] = {1: [], 2: []}
 
-        def timed(rows: Any, sampling_metadata: Any) -> Any:
+        def timed(rows: Any, *args: Any, **kwargs: Any) -> Any:
             begin_s = time.perf_counter()
-            token_ids = propose(rows, sampling_metadata)
+            drafted = propose(rows, *args, **kwargs)
             seconds.setdefault(len(rows.next_ids), []).append(
                 time.perf_counter() - begin_s
             )
-            return token_ids
+            return drafted
 
         drafter.draft = timed
         self.meter.num_wanted = num_tokens

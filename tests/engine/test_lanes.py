@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from testing.answers import ask, lanes_are, make_prompts, runner_of, start
-from vllm_duck.spec_decode.ab_trial import NUM_TRIALS
 from vllm_duck.spec_decode.lanes import split
+from vllm_duck.spec_decode.lanes.ab_trial import NUM_TRIALS
 from vllm_duck.spec_decode.lanes.policy import SLOWER, LanePolicy
 
 pytestmark = pytest.mark.vllm

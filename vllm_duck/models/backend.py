@@ -92,8 +92,8 @@ class Layer(Part, Protocol):
     ) -> PendingLayer:
         """Begin attention, router and shared expert, and send to the ducks.
 
-        wait() of the result is stage 1. wanted: the rows to compute the layer for; by
-        default all. The keys of all rows are cached in any case.
+        wait() of the result is stage 1. wanted: the rows to compute the layer for, or
+        none; by default all. The keys of all rows are cached in any case.
         """
         ...
 

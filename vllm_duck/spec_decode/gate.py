@@ -1,69 +1,80 @@
-"""Stops drafting where it does not pay.
+"""Chooses how many drafts pay, for each request, before they are drawn.
 
 A step with drafts takes longer than one without: more rows for the host, more experts
-for the ducks. Drafting pays for a request while the tokens of such a step, one and
-those of the accepted drafts, exceed the ratio of the two step times. Times are
-measured for each number of requests, accepted drafts for each request.
+for the ducks, and each draft takes a run of the MTP layer. What is measured while
+serving says what each further draft adds to the time of a step (row_times.py) and to
+its tokens (acceptance_rates.py); the drafts that bring most tokens a second are drawn.
+
+The choice never depends on a draft's value, which keeps it exact: see
+docs/speculation.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from vllm_duck.spec_decode.ab_trial import ABTrial
+import numpy as np
+import numpy.typing as npt
+
+from vllm_duck.spec_decode.acceptance_rates import AcceptanceRates
 from vllm_duck.spec_decode.drafts import NO_TOKEN
+from vllm_duck.spec_decode.row_times import RowTimes
 
-# How fast what a request may expect follows its latest drafts.
-_WEIGHT = 1 / 16
-# How fast the mean over all requests follows.
-_TYPICAL_WEIGHT = 1 / 32
-# Drafting stops only if it seems to lose more than this factor: what a few drafts bring
-# is uncertain by 0.06, and nothing is won where single requests of a batch stop.
-_DOUBT = 1.04
-# A request that stopped drafting tries again after so many tokens, for so many drafts.
-RETRY_AFTER_TOKENS = 128
-NUM_RETRIES = 8
+# Chances are taken for so much better than they were measured: those of a few drafts
+# are uncertain, and who does not draft learns nothing.
+_HOPE = 1.05
+# Steps until a number of drafts that was not chosen is timed again, one at a time:
+# contexts grow, ducks come and go.
+RETIME_AFTER = 256
 
-
-@dataclass
-class _Request:
-    # Of the drafts of a step.
-    num_accepted: float
-    num_tokens_without: int = 0
-    num_retries_left: int = 0
+Floats = npt.NDArray[np.float64]
 
 
 class DraftGate:
-    """Decides whether a request's next drafts are put before the target."""
+    """Decides how many drafts each request has in its next step.
+
+    Shapes: B requests, K drafts at most.
+    """
 
     def __init__(self, num_drafts: int = 1) -> None:
-        """num_drafts: that a request has in a step."""
-        self._times = ABTrial()
-        self._requests: dict[str, _Request] = {}
-        # Prior for a new request: the mean over all; at first, every draft is accepted.
-        self._typical = float(num_drafts)
+        self.num_drafts = num_drafts
+        self.rates = AcceptanceRates(num_drafts)
+        # Of a step until its tokens are taken; of the MTP layer's run over confirmed
+        # rows, by the requests that draft; of one that drafts on, by the same.
+        self.step_times = RowTimes()
+        self.first_times = RowTimes()
+        self.deeper_times = RowTimes()
+        self._num_choices = 0
+        # The choice at which all requests last had each number of drafts.
+        self._tried = [0] * (num_drafts + 1)
+        # The number of drafts that is timed again.
+        self._retimed: int | None = None
 
-    def allowed(self, req_ids: Sequence[str]) -> list[bool]:
-        """For the requests of the next step, whether each drafts; asked once a step."""
-        num_reqs = len(req_ids)
-        trial = self._times.next_trial(num_reqs)
+    def choose(self, req_ids: Sequence[str]) -> list[int]:
+        """For the requests of the next step, how many drafts each has; once a step."""
+        if not req_ids:
+            return []
+        self._num_choices += 1
+        chances = _HOPE * self.rates.chances(req_ids)
+        trial = self._trial(chances)
         if trial is not None:
-            return [trial] * num_reqs
-        return [self._pays(req_id, num_reqs) for req_id in req_ids]
+            counts = [trial] * len(req_ids)
+        else:
+            counts = self._best(chances)
+            for req_id, count in zip(req_ids, counts, strict=True):
+                self.rates.note_choice(req_id, count)
+        if min(counts) == max(counts):
+            self._tried[counts[0]] = self._num_choices
+        return counts
 
-    def observe_step(self, num_reqs: int, num_drafting: int, seconds: float) -> None:
-        """Record the time of a decode step, in which so many requests had drafts.
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """Record the time of a decode step of so many rows, up to its tokens."""
+        self.step_times.observe(num_rows, seconds)
 
-        It counts as a step with drafts if half of the requests or more drafted, since
-        a grammar may refuse some drafts. A step with fewer teaches nothing.
-        """
-        if num_drafting == 0 or 2 * num_drafting >= num_reqs:
-            self._times.observe(num_reqs, is_first=num_drafting > 0, seconds=seconds)
-
-    def observe_drafts(self, req_id: str, num_accepted: int) -> None:
-        """Record how many of a request's drafts in one step were accepted."""
-        request = self._request(req_id)
-        request.num_accepted += _WEIGHT * (num_accepted - request.num_accepted)
-        self._typical += _TYPICAL_WEIGHT * (num_accepted - self._typical)
+    def observe_drafting(self, passes: Sequence[tuple[int, float]]) -> None:
+        """Record the runs of the MTP layer in one step: drafting requests, seconds."""
+        (first, *deeper) = passes
+        self.first_times.observe(*first)
+        for each in deeper:
+            self.deeper_times.observe(*each)
 
     def observe_verified(
         self, req_id: str, scheduled: Sequence[int], num_taken: int
@@ -75,25 +86,78 @@ class DraftGate:
         padding is no draft.
         """
         if scheduled and NO_TOKEN not in scheduled:
-            self.observe_drafts(req_id, num_taken - 1)
+            self.rates.observe(req_id, len(scheduled), num_taken - 1)
 
     def forget(self, req_id: str) -> None:
-        self._requests.pop(req_id, None)
+        self.rates.forget(req_id)
 
-    def _pays(self, req_id: str, num_reqs: int) -> bool:
-        request = self._request(req_id)
-        worth = _DOUBT * (1 + request.num_accepted)
-        if self._times.is_first_better(num_reqs, worth=worth):
-            request.num_tokens_without = 0
-            return True
-        request.num_tokens_without += 1
-        if request.num_tokens_without >= RETRY_AFTER_TOKENS:
-            request.num_tokens_without = 0
-            request.num_retries_left = NUM_RETRIES
-        if request.num_retries_left:
-            request.num_retries_left -= 1
-            return True
-        return False
+    def _trial(self, chances: Floats) -> int | None:
+        """The number of drafts that all requests should have to be timed, if any."""
+        num_reqs = len(chances)
+        rows = num_reqs * np.arange(1, self.num_drafts + 2)
+        is_known = np.array([self.step_times.is_known(int(n)) for n in rows])
+        count = self._untimed(chances, rows, is_known)
+        if count is None:
+            count = self._retime(rows, is_known)
+        if count is not None:
+            self.step_times.ask(int(rows[count]))
+        return count
 
-    def _request(self, req_id: str) -> _Request:
-        return self._requests.setdefault(req_id, _Request(self._typical))
+    def _untimed(
+        self,
+        chances: Floats,
+        rows: npt.NDArray[np.int64],
+        is_known: npt.NDArray[np.bool_],
+    ) -> int | None:
+        """The least number that could pay if the rows that it adds took no time."""
+        if is_known.all():
+            return None
+        num_reqs, counts = len(chances), np.arange(self.num_drafts + 1)
+        tokens = num_reqs + np.append(0.0, chances.sum(0).cumsum())
+        # All requests draft at every depth, or none does.
+        drafting = num_reqs * (counts[:, None] > np.arange(self.num_drafts))
+        rate = tokens / self._seconds(rows, drafting)
+        could_pay = rate > rate[is_known].max(initial=0.0)
+        found = counts[could_pay & ~is_known]
+        return int(found[0]) if len(found) else None
+
+    def _retime(
+        self, rows: npt.NDArray[np.int64], is_known: npt.NDArray[np.bool_]
+    ) -> int | None:
+        """The number whose turn it is to be timed again."""
+        if self._num_choices % RETIME_AFTER == 0:
+            self._retimed = int(np.argmin(self._tried))
+            self.step_times.forget(int(rows[self._retimed]))
+        elif self._retimed is not None and is_known[self._retimed]:
+            self._retimed = None
+        return self._retimed
+
+    def _best(self, chances: Floats) -> list[int]:
+        """The drafts that bring most tokens a second, likeliest ones first."""
+        num_reqs = len(chances)
+        by_depth = chances.T.ravel()
+        # Equal ones by depth, so that no draft comes before the one in front of it.
+        order = np.argsort(-by_depth, kind="stable")
+        tokens = num_reqs + np.append(0.0, by_depth[order].cumsum())
+        rows = np.arange(num_reqs, num_reqs + len(tokens))
+        depths = order // num_reqs
+        is_at = depths[:, None] == np.arange(self.num_drafts)
+        drafting = np.zeros((len(tokens), self.num_drafts), np.int64)
+        is_at.cumsum(0, out=drafting[1:])
+        rate = tokens / self._seconds(rows, drafting)
+        taken = order[: int(rate.argmax())] % num_reqs
+        return [int(n) for n in np.bincount(taken, minlength=num_reqs)]
+
+    def _seconds(
+        self, rows: npt.NDArray[np.int64], drafting: npt.NDArray[np.int64]
+    ) -> Floats:
+        """Of steps with rows [n], in which so many requests draft at depths [n, K]."""
+        seconds = self.step_times.seconds(rows) + self.first_times.seconds(
+            drafting[:, 0]
+        )
+        deeper = drafting[:, 1:]
+        if deeper.size:
+            passes = self.deeper_times.seconds(deeper)
+            seconds += np.where(deeper > 0, passes, 0.0).sum(1)
+        # Before anything was measured, the tokens alone count.
+        return np.maximum(seconds, 1e-9)

@@ -3,8 +3,10 @@
 vLLM's `EagleProposer` loads the layer and binds its caches; steps go by `draft`.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Any
 
 import torch
@@ -24,19 +26,22 @@ class Drafted:
     """The draft tokens of each request, and what they were drawn from.
 
     rows        a row of the batch for each of the K drafts
-    num_drafts  of each of the B requests, 1 to K
+    num_drafts  of each of the B requests, 0 to K
+    passes      the runs of the MTP layer: requests that drafted, seconds
     """
 
     rows: tuple[SampledRow, ...]
     num_drafts: tuple[int, ...]
+    passes: tuple[tuple[int, float], ...]
 
     @property
     def token_ids(self) -> Tensor:
         """[B, K] int64, NO_TOKEN where a request has fewer drafts."""
-        token_ids = torch.stack([row.token_ids for row in self.rows], 1)
-        depths = torch.arange(len(self.rows))
-        is_draft = depths < torch.tensor(self.num_drafts)[:, None]
-        return token_ids.where(is_draft, NO_TOKEN)
+        num_drafts = torch.tensor(self.num_drafts)
+        token_ids = torch.full((len(num_drafts), len(self.rows)), NO_TOKEN)
+        for depth, row in enumerate(self.rows):
+            token_ids[:, depth] = row.token_ids.where(num_drafts > depth, NO_TOKEN)
+        return token_ids
 
 
 class DuckProposer(EagleProposer):
@@ -49,26 +54,35 @@ class DuckProposer(EagleProposer):
         rows: ConfirmedRows,
         sampling_metadata: SamplingMetadata,
         *,
+        num_wanted: Sequence[int],
         room: Sequence[int],
         output_token_ids: Sequence[list[int]],
     ) -> Drafted:
         """Append the rows to the layer's caches; draft behind each request's last row.
 
+        num_wanted: drafts of each request at most, fixed before any is drawn.
         room: see deeper_rows. output_token_ids: of each request, to which its drafts
         belong while deeper ones are drawn, as in verification.
         """
-        hidden = self.model.draft(
-            rows.next_ids, rows.positions, rows.hidden, rows.batch, rows.last
-        )
+        last = rows.positions[rows.last].tolist()
+        room = [
+            min(*each) for each in zip(room, map(add, last, num_wanted), strict=True)
+        ]
+        num_drafts = [min(1, count) for count in num_wanted]
+        begin_s = time.perf_counter()
+        hidden = self._first(rows, num_drafts)
+        if not any(num_drafts):
+            return Drafted((), tuple(num_drafts), ((0, _since(begin_s)),))
         metadata = _drafting(sampling_metadata)
         # For the first draft alone: what processors learn of an output they keep, and
         # drafts may be refused. So min_tokens holds stop tokens back a little longer.
         for processor in metadata.logitsprocs.all:
             processor.update_state(None)
         sampled = [self._sample(hidden, metadata)]
-        num_drafts = [1] * len(room)
+        passes = [(sum(num_drafts), _since(begin_s))]
         with appended(output_token_ids) as append:
             while len(sampled) < self.num_speculative_tokens:
+                begin_s = time.perf_counter()
                 deeper = deeper_rows(rows, len(sampled), room)
                 if deeper is None:
                     break
@@ -83,7 +97,22 @@ class DuckProposer(EagleProposer):
                     token_ids, deeper.positions, hidden[requests], deeper.batch
                 )
                 sampled.append(self._sample(hidden, metadata))
-        return Drafted(tuple(sampled), tuple(num_drafts))
+                passes.append((len(requests), _since(begin_s)))
+        return Drafted(tuple(sampled), tuple(num_drafts), tuple(passes))
+
+    def _first(self, rows: ConfirmedRows, num_drafts: Sequence[int]) -> Tensor:
+        """The hidden states [B, H] that first drafts come from; 0 where there is none.
+
+        Of the other requests only the keys are cached.
+        """
+        inputs = rows.next_ids, rows.positions, rows.hidden, rows.batch
+        if all(num_drafts):
+            return self.model.draft(*inputs, rows.last)
+        drafting = torch.tensor(num_drafts).nonzero()[:, 0]
+        found = self.model.draft(*inputs, rows.last[drafting])
+        hidden = found.new_zeros(len(num_drafts), found.shape[1])
+        hidden[drafting] = found
+        return hidden
 
     def _sample(self, hidden: Tensor, metadata: SamplingMetadata) -> SampledRow:
         """hidden [B, H] -> what is drafted for each request."""
@@ -116,3 +145,7 @@ def _copy(generator: torch.Generator) -> torch.Generator:
     copy = torch.Generator(generator.device)
     copy.set_state(generator.get_state())
     return copy
+
+
+def _since(begin_s: float) -> float:
+    return time.perf_counter() - begin_s

@@ -7,9 +7,9 @@ The life of a step; the class has its methods in this order:
    carry (acceptance.py).
 3. vLLM's bookkeeping appends the tokens taken.
 4. `propose_draft_token_ids` runs the MTP layer over the confirmed rows (confirmed.py)
-   and drafts on (proposer.py); drafts.py keeps what drafts without a seed were drawn
-   from.
-5. `take_draft_token_ids` hands the drafts to the scheduler, where they pay (gate.py).
+   and drafts on (proposer.py), as far as it pays (gate.py); drafts.py keeps what drafts
+   without a seed were drawn from.
+5. `take_draft_token_ids` hands the drafts to the scheduler.
 """
 
 import time
@@ -43,9 +43,7 @@ from vllm_duck.spec_decode.shadow import Shadow
 class StepClock:
     """What the scheduler asked of the current step, and when."""
 
-    num_reqs: int = 0
-    # Those with drafts.
-    num_drafting: int = 0
+    num_rows: int = 0
     # Whether no request is in its prompt, and every row has a token: what a step with
     # vLLM's padding takes says nothing about drafts.
     is_decoding: bool = False
@@ -59,8 +57,7 @@ class StepClock:
         num_rows = scheduler_output.total_num_scheduled_tokens
         is_padded = any(NO_TOKEN in tokens for tokens in drafts.values())
         return cls(
-            num_reqs,
-            sum(map(bool, drafts.values())),
+            num_rows,
             num_rows == num_reqs + num_drafts and not is_padded,
             time.perf_counter(),
         )
@@ -116,12 +113,7 @@ class DuckModelRunner(GPUModelRunner):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         with self._generators_of_samplers_only():
-            output = super().sample_tokens(grammar_output)
-        if self.gate is not None and self._step.is_decoding:
-            self.gate.observe_step(
-                self._step.num_reqs, self._step.num_drafting, self._step.elapsed_s()
-            )
-        return output
+            return super().sample_tokens(grammar_output)
 
     def _sample(
         self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
@@ -152,6 +144,8 @@ class DuckModelRunner(GPUModelRunner):
         slot_mappings: Any,
     ) -> Tensor:
         """Draft tokens [B, K]. vLLM's own body pads, copies and branches far more."""
+        if self.gate is not None and self._step.is_decoding:
+            self.gate.observe_step(self._step.num_rows, self._step.elapsed_s())
         next_ids = self.drafter.prepare_next_token_ids_cpu(
             sampled_token_ids,
             self.requests,
@@ -170,6 +164,8 @@ class DuckModelRunner(GPUModelRunner):
         if self.shadow is not None:
             return self._draft_in_shadow(self.shadow, rows, sampling_metadata)
         drafted = self._draft(rows, sampling_metadata)
+        if self.gate is not None and self._step.is_decoding:
+            self.gate.observe_drafting(drafted.passes)
         self._keep_drafts(drafted)
         return drafted.token_ids
 
@@ -179,12 +175,9 @@ class DuckModelRunner(GPUModelRunner):
         drafts = super().take_draft_token_ids()
         if drafts is None:
             return None
-        may_draft = [True] * len(drafts.req_ids)
-        if self.gate is not None:
-            may_draft = self.gate.allowed(drafts.req_ids)
         token_ids = [
-            [token for token in tokens if token != NO_TOKEN] if may else []
-            for tokens, may in zip(drafts.draft_token_ids, may_draft, strict=True)
+            [token for token in tokens if token != NO_TOKEN]
+            for tokens in drafts.draft_token_ids
         ]
         return DraftTokenIds(drafts.req_ids, token_ids)
 
@@ -247,15 +240,25 @@ class DuckModelRunner(GPUModelRunner):
         num_blocks = batch.block_table[0].num_blocks_per_row
         # A request in the middle of its prompt has no use for more than one.
         room = [0] * batch.num_reqs
-        for i, _ in self._sampling_reqs():
+        num_wanted = [1] * batch.num_reqs
+        for (i, _), count in zip(self._sampling_reqs(), self._choose(), strict=True):
             num_slots = int(num_blocks[i]) * self.cache_config.block_size
             room[i] = min(self.max_model_len, num_slots)
+            num_wanted[i] = count
         return self.drafter.draft(
             rows,
             sampling_metadata,
+            num_wanted=num_wanted,
             room=room,
             output_token_ids=batch.req_output_token_ids,
         )
+
+    def _choose(self) -> list[int]:
+        """How many drafts each request that samples is to have."""
+        req_ids = [req_id for _, req_id in self._sampling_reqs()]
+        if self.gate is None:
+            return [self.num_spec_tokens] * len(req_ids)
+        return self.gate.choose(req_ids)
 
     def _draft_in_shadow(
         self, shadow: Shadow, rows: ConfirmedRows, sampling_metadata: Any
@@ -281,7 +284,9 @@ class DuckModelRunner(GPUModelRunner):
         kept = [
             (i, req_id)
             for i, req_id in self._sampling_reqs()
-            if req_id in batch.random_reqs and i not in batch.generators
+            if req_id in batch.random_reqs
+            and i not in batch.generators
+            and drafted.num_drafts[i]
         ]
         if not kept:
             return

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.v1.outputs import DraftTokenIds
 
 from testing.answers import ask, draft_counts, runner_of
 from vllm_duck.spec_decode.gate import DraftGate
@@ -29,24 +30,25 @@ def test_acceptance_repeats_and_recovers_from_a_long_sequence(speculating, promp
     assert counts(prompts[:4], max_tokens=32) == first
 
 
-class CoinGate(DraftGate):
-    """Drafts when a coin says so, each request by itself."""
+class DiceGate(DraftGate):
+    """Dice say how many drafts each request has."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, num_drafts=1):
+        super().__init__(num_drafts)
         self.rng = random.Random(5)
 
-    def allowed(self, req_ids):
-        return [self.rng.random() < 0.5 for _ in req_ids]
+    def choose(self, req_ids):
+        return [self.rng.randint(0, self.num_drafts) for _ in req_ids]
 
 
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.2}]
 )
 def test_whoever_drafts_when_the_answers_are_the_same(
-    speculating, same, monkeypatch, sampling
+    speculating, drafting_more, same, monkeypatch, sampling
 ):
-    monkeypatch.setattr(runner_of(speculating), "gate", CoinGate())
+    monkeypatch.setattr(runner_of(speculating), "gate", DiceGate())
+    monkeypatch.setattr(runner_of(drafting_more), "gate", DiceGate(3))
     before = draft_counts(speculating)
     same(max_tokens=40, **sampling)
     verified = draft_counts(speculating)[0] - before[0]
@@ -61,7 +63,7 @@ def test_after_steps_without_drafts_the_next_draft_is_as_good(
     monkeypatch.setattr(runner_of(speculating), "gate", gate)
     monkeypatch.setattr(gate, "observe_step", lambda *args: None)
     steps = itertools.count()
-    monkeypatch.setattr(gate, "allowed", lambda ids: [next(steps) >= 20] * len(ids))
+    monkeypatch.setattr(gate, "choose", lambda ids: [int(next(steps) >= 20)] * len(ids))
 
     def accepted_share():
         before = draft_counts(speculating)
@@ -89,9 +91,14 @@ def test_drafts_that_all_lose_their_rows_are_verified(
         seen.append(batch)
         return verify(batch, *args)
 
+    take = runner.take_draft_token_ids
+
+    def take_none():
+        drafts = take()
+        return drafts and DraftTokenIds(drafts.req_ids, [[] for _ in drafts.req_ids])
+
     monkeypatch.setattr(runner, "verifier", keep)
-    monkeypatch.setattr(runner, "gate", CoinGate())
-    monkeypatch.setattr(runner.gate, "allowed", lambda ids: [False] * len(ids))
+    monkeypatch.setattr(runner, "take_draft_token_ids", take_none)
     ask(speculating, prompts[:1], temperature=1.0, max_tokens=12)
     assert [batch.scheduled for batch in seen] == [((),)] * 12
     # Nothing was drafted for the first token.
@@ -140,8 +147,8 @@ def test_a_prompt_of_one_token_is_padded_and_teaches_the_gate_nothing(
 
     monkeypatch.setattr(runner, "gate", gate)
     monkeypatch.setattr(runner, "execute_model", execute_model)
-    monkeypatch.setattr(gate, "allowed", lambda ids: [True] * len(ids))
-    monkeypatch.setattr(gate, "observe_drafts", lambda *seen: observed.append(seen))
+    monkeypatch.setattr(gate, "choose", lambda ids: [1] * len(ids))
+    monkeypatch.setattr(gate.rates, "observe", lambda *seen: observed.append(seen))
     engine, answers = speculating.llm_engine, {}
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     engine.add_request("long", {"prompt_token_ids": prompts[0]}, params)

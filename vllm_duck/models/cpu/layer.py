@@ -52,6 +52,8 @@ class CpuLayer(nn.Module):
         residual, normed = self.attention(rows, step)
         if wanted is not None:
             residual, normed = residual[wanted], normed[wanted]
+            if not len(residual):
+                return DoneLayer(residual)
         if isinstance(self.mlp, RemoteMoe):
             return self.mlp.stage0(normed, residual)
         return DoneLayer(self.mlp.add_to(residual, normed))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from vllm_duck.spec_decode.ab_trial import ABTrial
+from vllm_duck.spec_decode.lanes.ab_trial import ABTrial
 from vllm_duck.spec_decode.lanes.times import StepRecord
 
 # Why a step that could be divided is not.

@@ -52,14 +52,10 @@ class ABTrial:
             record.retries_first = first.last_step < second.last_step
         return record.retries_first if place < NUM_TRIALS else None
 
-    def is_first_better(self, size: int, *, worth: float = 1.0) -> bool:
-        """Whether a step of the first way takes less time for what it brings.
-
-        worth: what it brings relative to a step of the second way. Both ways must have
-        been timed.
-        """
+    def is_first_better(self, size: int) -> bool:
+        """Whether the first way takes less time; both must have been timed."""
         record = self._records[_size_class(size)]
-        return median(record.first.latest) <= worth * median(record.second.latest)
+        return median(record.first.latest) <= median(record.second.latest)
 
     def observe(self, size: int, *, is_first: bool, seconds: float) -> None:
         record = self._records[_size_class(size)]
