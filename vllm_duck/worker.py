@@ -103,10 +103,10 @@ class DuckWorker(Worker):
         return output
 
     def step_figures(self) -> dict[str, Any]:
-        """For `LLM.collective_rpc`: what overlapping brought, and each duck's times."""
+        """For `LLM.collective_rpc`: lanes, drafts, and each duck's times."""
         assert self.fleet is not None
         return {
-            **self.model_runner.lanes.figures(),
+            **self.model_runner.figures(),
             "ducks": [asdict(duck) for duck in self.fleet.statistics()],
         }
 

@@ -39,6 +39,14 @@ STEPS = {
 }
 
 
+DRAFTS = {
+    "scheduled": [10, 4, 0],
+    "accepted": [8, 3, 0],
+    "mtp_s": [0.3, 0.1, 0.0],
+    "step_s": 3.6,
+}
+
+
 @pytest.fixture
 def path():
     return temporary_file()
@@ -63,6 +71,31 @@ def test_metrics_show_what_the_worker_wrote(path, duck_logger):
     assert 'vllm_duck:serial_steps_total{reason="one token"} 3.0' in text
     assert 'vllm_duck:duck_calls_total{duck="unix:/a"} 40.0' in text
     assert 'vllm_duck:duck_compute_seconds{duck="unix:/a"} 0.00015' in text
+
+
+def test_metrics_show_drafts_by_depth(path, duck_logger):
+    FiguresFile(path).write({**STEPS, "drafts": DRAFTS})
+    text = generate_latest(REGISTRY).decode()
+    assert 'vllm_duck:drafts_total{depth="1"} 10.0' in text
+    assert 'vllm_duck:accepted_drafts_total{depth="2"} 3.0' in text
+    assert 'vllm_duck:mtp_seconds_total{depth="1"} 0.3' in text
+    assert "vllm_duck:verify_seconds_total 3.6" in text
+
+
+def test_the_log_tells_of_drafts_since_the_last_line(path, duck_logger, monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        stat_logger.logger, "info", lambda text, *args: lines.append(text % args)
+    )
+    for scheduled in ([10, 4, 0], [10, 4, 0], [12, 4, 0]):
+        accepted = [scheduled[0] - 2, 3, 0]
+        drafts = {**DRAFTS, "scheduled": scheduled, "accepted": accepted}
+        FiguresFile(path).write({**STEPS, "drafts": drafts})
+        duck_logger.log()
+    assert lines[1:] == [
+        "drafts accepted=0.80/0.75 of=10/4 mtp=0.100",
+        "drafts accepted=1.00 of=2 mtp=0.000",
+    ]
 
 
 def test_the_log_tells_of_the_steps_since_the_last_line(path, duck_logger, monkeypatch):

@@ -27,7 +27,7 @@ def run(gate, num_steps, *, acceptance, with_s, without_s=1.0):
         counts = dict(zip(req_ids, gate.choose(req_ids), strict=True))
         for req_id, count in counts.items():
             if count:
-                gate.observe_verified(req_id, [7], 1 + acceptance[req_id])
+                gate.observe_verified(req_id, 1, acceptance[req_id])
         num_drafts = sum(counts.values())
         share = num_drafts / len(req_ids)
         seconds = share * with_s + (1 - share) * without_s
@@ -90,18 +90,10 @@ def test_a_grammar_that_refuses_some_drafts_does_not_keep_it_undecided():
     gate = DraftGate()
     for _ in range(100):
         counts = gate.choose(["a", "b"])
-        gate.observe_verified("a", [7][: counts[0]], 1)
+        gate.observe_verified("a", counts[0], 0)
         # The second request's draft never gets a row.
         gate.observe_step(2 + counts[0], 10.0 if counts[0] else 1.0)
     assert gate.choose(["a", "b"]) == [0, 0]
-
-
-def test_rows_that_vllm_pads_are_no_drafts():
-    gate = DraftGate()
-    gate.observe_verified("a", (NO_TOKEN,), 1)
-    assert gate.rates.typical() == [1]
-    gate.observe_verified("a", (7,), 1)
-    assert gate.rates.typical()[0] < 1
 
 
 def _scheduled(num_tokens, drafts):
@@ -157,8 +149,7 @@ class Decoding:
                 len(self.req_ids) + sum(self.counts), self._disturbed(step_s)
             )
             for req_id, count in zip(self.req_ids, self.counts, strict=True):
-                taken = 1 + self._num_accepted(count)
-                self.gate.observe_verified(req_id, [7] * count, taken)
+                self.gate.observe_verified(req_id, count, self._num_accepted(count))
             tokens += expected_tokens(self.counts, self.chances)
             self.counts = self.gate.choose(self.req_ids)
             chosen.append(self.counts)
@@ -242,7 +233,7 @@ def test_luck_with_a_few_drafts_does_not_stop_what_pays():
         counts = gate.choose(req_ids)
         for req_id, count in zip(req_ids, counts, strict=True):
             if count:
-                gate.observe_verified(req_id, [7], 1 + (rng.random() < 0.85))
+                gate.observe_verified(req_id, 1, int(rng.random() < 0.85))
         seconds = 1 + 0.8 * sum(counts) / len(req_ids)
         gate.observe_step(len(req_ids) + sum(counts), seconds)
         num_drafts += sum(counts)

@@ -14,6 +14,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_duck.config import HandOver, is_duck_engine
 from vllm_duck.metrics.figures import FiguresFile
+from vllm_duck.spec_decode.draft_meter import DraftSums
 from vllm_duck.spec_decode.lanes.times import Overlap
 
 logger = init_logger(__name__)
@@ -27,6 +28,12 @@ _SUMS = (
     ("s1_s", "stage1_seconds", "Kernel and network time of the ducks."),
     ("ideal_s", "ideal_seconds", "Time of those layers with a perfect overlap."),
 )
+# Field of DraftSums, metric, what it counts.
+_DRAFT_SUMS = (
+    ("scheduled", "drafts", "Drafts that got rows in a step."),
+    ("accepted", "accepted_drafts", "Those that were taken."),
+    ("mtp_s", "mtp_seconds", "Time of the MTP layer's runs that draw these drafts."),
+)
 _DUCK_TIMES = (
     ("rtt_us", "round_trip_seconds", "Time from sending a request to its reply"),
     ("compute_us", "compute_seconds", "Time in the duck's kernel"),
@@ -38,6 +45,7 @@ class DuckStatLogger(StatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._file: FiguresFile | None = None
         self._logged = Overlap()
+        self._logged_drafts: DraftSums | None = None
         if is_duck_engine(vllm_config):
             self._file = FiguresFile(HandOver.of(vllm_config).figures_file)
             REGISTRY.register(_Collector(self._file))
@@ -49,13 +57,21 @@ class DuckStatLogger(StatLoggerBase):
         pass
 
     def log(self) -> None:
-        """One line about the steps since the last one, if there were any."""
+        """A line about the lanes since the last one, and one about drafts, if any."""
         figures = self._file.read() if self._file else None
         if figures is None:
             return
         total = Overlap.from_figures(figures["overlap"])
         latest, self._logged = total - self._logged, total
         if latest.num_steps:
+            logger.info("%s", latest)
+        if "drafts" in figures:
+            self._log_drafts(DraftSums.from_figures(figures["drafts"]))
+
+    def _log_drafts(self, total: DraftSums) -> None:
+        before = self._logged_drafts or DraftSums.nothing(len(total.scheduled))
+        latest, self._logged_drafts = total - before, total
+        if any(latest.scheduled):
             logger.info("%s", latest)
 
 
@@ -86,7 +102,22 @@ class _Collector:
         for reason, count in figures["serial_steps"].items():
             serial.add_metric([reason], count)
         yield serial
+        if "drafts" in figures:
+            yield from _of_drafts(figures["drafts"])
         yield from _of_ducks(figures["ducks"])
+
+
+def _of_drafts(drafts: dict[str, Any]) -> Iterator[Metric]:
+    for field, name, text in _DRAFT_SUMS:
+        sums = CounterMetricFamily(_PREFIX + name, text, labels=["depth"])
+        for depth, value in enumerate(drafts[field], 1):
+            sums.add_metric([str(depth)], value)
+        yield sums
+    yield CounterMetricFamily(
+        _PREFIX + "verify_seconds",
+        "Time of decode steps up to their tokens.",
+        value=drafts["step_s"],
+    )
 
 
 def _of_ducks(ducks: list[dict[str, Any]]) -> Iterator[Metric]:

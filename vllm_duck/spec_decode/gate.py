@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_duck.spec_decode.acceptance_rates import AcceptanceRates
-from vllm_duck.spec_decode.drafts import NO_TOKEN
 from vllm_duck.spec_decode.row_times import RowTimes
 
 # Chances are taken for so much better than they were measured: those of a few drafts
@@ -76,17 +75,9 @@ class DraftGate:
         for each in deeper:
             self.deeper_times.observe(*each)
 
-    def observe_verified(
-        self, req_id: str, scheduled: Sequence[int], num_taken: int
-    ) -> None:
-        """Record which of a request's scheduled drafts were accepted.
-
-        num_taken: tokens that the request took in this step. vLLM pads rows with
-        NO_TOKEN, for example where a prompt of one token joins requests that draft;
-        padding is no draft.
-        """
-        if scheduled and NO_TOKEN not in scheduled:
-            self.rates.observe(req_id, len(scheduled), num_taken - 1)
+    def observe_verified(self, req_id: str, num_drafts: int, num_accepted: int) -> None:
+        """Record how many of a request's drafts with rows were accepted."""
+        self.rates.observe(req_id, num_drafts, num_accepted)
 
     def forget(self, req_id: str) -> None:
         self.rates.forget(req_id)
@@ -94,40 +85,34 @@ class DraftGate:
     def _trial(self, chances: Floats) -> int | None:
         """The number of drafts that all requests should have to be timed, if any."""
         num_reqs = len(chances)
-        rows = num_reqs * np.arange(1, self.num_drafts + 2)
-        is_known = np.array([self.step_times.is_known(int(n)) for n in rows])
-        count = self._untimed(chances, rows, is_known)
+        rows = range(num_reqs, num_reqs * (self.num_drafts + 2), num_reqs)
+        is_known = [self.step_times.is_known(num_rows) for num_rows in rows]
+        count = None if all(is_known) else self._untimed(chances, rows, is_known)
         if count is None:
             count = self._retime(rows, is_known)
         if count is not None:
-            self.step_times.ask(int(rows[count]))
+            self.step_times.ask(rows[count])
         return count
 
     def _untimed(
-        self,
-        chances: Floats,
-        rows: npt.NDArray[np.int64],
-        is_known: npt.NDArray[np.bool_],
+        self, chances: Floats, rows: Sequence[int], is_known: Sequence[bool]
     ) -> int | None:
         """The least number that could pay if the rows that it adds took no time."""
-        if is_known.all():
-            return None
         num_reqs, counts = len(chances), np.arange(self.num_drafts + 1)
         tokens = num_reqs + np.append(0.0, chances.sum(0).cumsum())
         # All requests draft at every depth, or none does.
         drafting = num_reqs * (counts[:, None] > np.arange(self.num_drafts))
-        rate = tokens / self._seconds(rows, drafting)
-        could_pay = rate > rate[is_known].max(initial=0.0)
-        found = counts[could_pay & ~is_known]
-        return int(found[0]) if len(found) else None
+        rate = tokens / self._seconds(np.array(rows), drafting)
+        could_pay = rate > rate[np.array(is_known)].max(initial=0.0)
+        return next(
+            (k for k in counts.tolist() if could_pay[k] and not is_known[k]), None
+        )
 
-    def _retime(
-        self, rows: npt.NDArray[np.int64], is_known: npt.NDArray[np.bool_]
-    ) -> int | None:
+    def _retime(self, rows: Sequence[int], is_known: Sequence[bool]) -> int | None:
         """The number whose turn it is to be timed again."""
         if self._num_choices % RETIME_AFTER == 0:
-            self._retimed = int(np.argmin(self._tried))
-            self.step_times.forget(int(rows[self._retimed]))
+            self._retimed = self._tried.index(min(self._tried))
+            self.step_times.forget(rows[self._retimed])
         elif self._retimed is not None and is_known[self._retimed]:
             self._retimed = None
         return self._retimed

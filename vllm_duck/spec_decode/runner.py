@@ -30,6 +30,7 @@ from vllm_duck.executor.duck import Ducks
 from vllm_duck.models.platforms import host_backend
 from vllm_duck.spec_decode.acceptance import DuckRejectionSampler, VerifyBatch
 from vllm_duck.spec_decode.confirmed import ConfirmedRows, confirmed_rows
+from vllm_duck.spec_decode.draft_meter import DraftMeter
 from vllm_duck.spec_decode.drafts import NO_TOKEN, Draft, PendingDrafts
 from vllm_duck.spec_decode.gate import DraftGate
 from vllm_duck.spec_decode.lanes.policy import LanePolicy
@@ -80,6 +81,7 @@ class DuckModelRunner(GPUModelRunner):
         self.drafts = PendingDrafts()
         self.shadow: Shadow | None = None
         self.gate: DraftGate | None = None
+        self.draft_meter: DraftMeter | None = None
         self._step = StepClock()
         if self.speculative_config is None:
             return
@@ -90,13 +92,22 @@ class DuckModelRunner(GPUModelRunner):
         )
         if config.mtp_shadow:
             self.shadow = Shadow()
-        elif config.draft_gate:
-            self.gate = DraftGate(self.num_spec_tokens)
+        else:
+            self.draft_meter = DraftMeter(self.num_spec_tokens)
+            if config.draft_gate:
+                self.gate = DraftGate(self.num_spec_tokens)
         self._take_budgets_token_by_token()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.model.run_remote_layers_with(self.lanes)
+
+    def figures(self) -> dict[str, Any]:
+        """Sums over all steps, as plain values; those of drafts where there are any."""
+        figures = self.lanes.figures()
+        if self.draft_meter is not None:
+            figures["drafts"] = self.draft_meter.total.figures()
+        return figures
 
     def attach_ducks(self, ducks: Ducks) -> None:
         self.model.attach_ducks(ducks)
@@ -123,8 +134,7 @@ class DuckModelRunner(GPUModelRunner):
         assert logits is not None
         batch = self._verify_batch(spec_decode_metadata)
         verified = self.verifier(batch, logits, self.input_batch.sampling_metadata)
-        if self.gate is not None:
-            self._observe_drafts(self.gate, batch, verified.output)
+        self._observe_verified(batch, verified.output)
         if self.shadow is not None:
             assert verified.output.sampled_token_ids.shape[1] == 1
             for i, req_id in self._sampling_reqs():
@@ -144,8 +154,9 @@ class DuckModelRunner(GPUModelRunner):
         slot_mappings: Any,
     ) -> Tensor:
         """Draft tokens [B, K]. vLLM's own body pads, copies and branches far more."""
+        step_s = self._step.elapsed_s()
         if self.gate is not None and self._step.is_decoding:
-            self.gate.observe_step(self._step.num_rows, self._step.elapsed_s())
+            self.gate.observe_step(self._step.num_rows, step_s)
         next_ids = self.drafter.prepare_next_token_ids_cpu(
             sampled_token_ids,
             self.requests,
@@ -164,8 +175,8 @@ class DuckModelRunner(GPUModelRunner):
         if self.shadow is not None:
             return self._draft_in_shadow(self.shadow, rows, sampling_metadata)
         drafted = self._draft(rows, sampling_metadata)
-        if self.gate is not None and self._step.is_decoding:
-            self.gate.observe_drafting(drafted.passes)
+        if self._step.is_decoding:
+            self._observe_drafting(step_s, drafted)
         self._keep_drafts(drafted)
         return drafted.token_ids
 
@@ -270,13 +281,27 @@ class DuckModelRunner(GPUModelRunner):
             shadow.remember(req_id, drafted.rows[0], i)
         return drafted.token_ids
 
-    def _observe_drafts(
-        self, gate: DraftGate, batch: VerifyBatch, output: SamplerOutput
-    ) -> None:
-        """Tell the gate which drafts were accepted."""
+    def _observe_verified(self, batch: VerifyBatch, output: SamplerOutput) -> None:
+        """Count which drafts were accepted, and tell the gate.
+
+        vLLM pads rows with NO_TOKEN, for example where a prompt of one token joins
+        requests that draft; padding is no draft.
+        """
         taken = (output.sampled_token_ids >= 0).sum(1).tolist()
         for i, req_id in self._sampling_reqs():
-            gate.observe_verified(req_id, batch.scheduled[i], taken[i])
+            scheduled = batch.scheduled[i]
+            if not scheduled or NO_TOKEN in scheduled:
+                continue
+            if self.draft_meter is not None:
+                self.draft_meter.add_verified(len(scheduled), taken[i] - 1)
+            if self.gate is not None:
+                self.gate.observe_verified(req_id, len(scheduled), taken[i] - 1)
+
+    def _observe_drafting(self, step_s: float, drafted: Drafted) -> None:
+        if self.draft_meter is not None:
+            self.draft_meter.add_step(step_s, drafted.passes)
+        if self.gate is not None:
+            self.gate.observe_drafting(drafted.passes)
 
     def _keep_drafts(self, drafted: Drafted) -> None:
         """Remember what drafts of requests without a seed were drawn from."""

@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.outputs import DraftTokenIds
 
 from testing.answers import ask, draft_counts, runner_of
+from vllm_duck.spec_decode.draft_meter import DraftSums
 from vllm_duck.spec_decode.gate import DraftGate
 from vllm_duck.spec_decode.shadow import Shadow
 
@@ -127,6 +128,28 @@ def test_shadow_mode_reports_and_changes_no_token(
         assert means["alpha"] == means["acceptance_rate"] == means["top1_agreement"]
     assert 0.5 < means["acceptance_rate"] < 1
     assert 0.5 < means["top1_agreement"] < 1
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_figures_count_drafts_by_depth(speculating, drafting_more, prompts, num_drafts):
+    llm = drafting_more if num_drafts == 3 else speculating
+
+    def drafts():
+        (figures,) = llm.collective_rpc("step_figures")
+        return DraftSums.from_figures(figures["drafts"])
+
+    before, counted = drafts(), draft_counts(speculating)
+    answers = ask(llm, prompts[:2], max_tokens=30)
+    found = drafts() - before
+    assert len(found.scheduled) == num_drafts
+    assert list(found.scheduled) == sorted(found.scheduled, reverse=True)
+    assert sum(found.accepted) > 0.3 * sum(len(said.token_ids) for said in answers)
+    assert 0 < found.mtp_share < 1
+    if num_drafts == 1:
+        after = draft_counts(speculating)
+        sums = sum(found.scheduled), sum(found.accepted)
+        assert sums[0] == after[0] - counted[0]
+        assert sums[1] >= after[1] - counted[1]
 
 
 def test_figures_of_shadow_mode_are_empty_without_it(speculating):
