@@ -7,6 +7,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from testing.waiting import WAIT_S
+
 CSRC = Path(__file__).parent.parent / "vllm_duck" / "csrc"
 
 # As in setup.py, where they change what is computed.
@@ -40,3 +42,14 @@ def load(source: Path, *flags: str) -> ctypes.CDLL:
         library = Path(directory, f"{source.stem}.so")
         build(source, library, *flags)
         return ctypes.CDLL(str(library))
+
+
+def run_checks(checks: Path, directory: Path, *more_sources: Path) -> None:
+    """Compile a program of checks in a directory and run it: it ends with "ok"."""
+    program = directory / checks.stem
+    compiler = os.environ.get("CXX", "g++")
+    flags = ["-std=c++17", "-O1", "-pthread", f"-I{CSRC}"]
+    sources = [str(path) for path in (checks, *more_sources)]
+    subprocess.run([compiler, *flags, *sources, "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr

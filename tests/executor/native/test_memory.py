@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from testing.compiled import CSRC, run_checks
 from testing.ducks.wire_peers import needs_native
 from testing.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[3]
-CSRC = ROOT / "vllm_duck" / "csrc"
 
 
 def run(command, **environ):
@@ -26,12 +26,8 @@ def run(command, **environ):
 
 
 def test_which_blocks_are_kept(tmp_path):
-    program = tmp_path / "block_checks"
     checks = Path(__file__).with_name("block_checks.cpp")
-    sources = [str(checks), str(CSRC / "base" / "block.cpp")]
-    flags = ["-std=c++17", "-O1", "-pthread", f"-I{CSRC}"]
-    run([os.environ.get("CXX", "g++"), *flags, *sources, "-o", str(program)])
-    assert run([str(program)]) == "ok\n"
+    run_checks(checks, tmp_path, CSRC / "base" / "block.cpp")
 
 
 @needs_native

@@ -1,7 +1,5 @@
 """Hosts that share a duck: turns by rows, and long calls that give way."""
 
-import os
-import subprocess
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from testing.compiled import run_checks
 from testing.ducks.mini_model import WHOLE, make_mini_model, make_request
 from testing.ducks.wire_peers import needs_native
 from testing.waiting import WAIT_S
@@ -24,17 +23,9 @@ from vllm_duck.executor.wire.security import ClientSecurity
 
 pytestmark = needs_native
 
-CSRC = Path(__file__).parents[3] / "vllm_duck" / "csrc"
-
 
 def test_hosts_take_turns_by_rows(tmp_path):
-    program = tmp_path / "turns_checks"
-    checks = Path(__file__).with_name("turns_checks.cpp")
-    compiler = os.environ.get("CXX", "g++")
-    flags = ["-std=c++17", "-O1", f"-I{CSRC}"]
-    subprocess.run([compiler, *flags, str(checks), "-o", str(program)], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=WAIT_S)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+    run_checks(Path(__file__).with_name("turns_checks.cpp"), tmp_path)
 
 
 @pytest.fixture(scope="module")

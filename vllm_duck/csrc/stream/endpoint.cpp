@@ -1,11 +1,14 @@
 #include "stream/endpoint.h"
 
 #include <errno.h>
+#include <linux/sockios.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stddef.h>
 #include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -70,6 +73,13 @@ void tune_socket(int socket, int peer_lost_s) {
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, peer_lost_s);
   set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 5);
   set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);
+}
+
+bool has_unacknowledged_bytes(int socket) {
+  int family = 0, num_bytes = 0;
+  socklen_t size = sizeof family;
+  ::getsockopt(socket, SOL_SOCKET, SO_DOMAIN, &family, &size);
+  return family != AF_UNIX && ::ioctl(socket, SIOCOUTQ, &num_bytes) == 0 && num_bytes;
 }
 
 }  // namespace duck::stream

@@ -33,4 +33,8 @@ class Endpoint {
 // unacknowledged.
 void tune_socket(int socket, int peer_lost_s);
 
+// Whether the other side's machine still has to take bytes. Of a unix socket, what is
+// written is in the other process's hands already.
+bool has_unacknowledged_bytes(int socket);
+
 }  // namespace duck::stream

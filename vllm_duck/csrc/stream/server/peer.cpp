@@ -23,7 +23,7 @@ Peer::Peer(uint64_t id, int socket, Owner* owner)
 
 Peer::~Peer() {
   for (const auto& [stream_id, call] : calls_) {
-    owner_->call_ended();
+    owner_->call_ended(call.is_counted);
     try {
       if (!call.is_forward)
         owner_->control_event({call.control_id, ControlEvent::kGone, "", Message()});
@@ -108,10 +108,11 @@ void Peer::on_headers(Stream* stream, bool) {
                      " bytes, got " + std::to_string(stream->header_bytes)});
   const std::string* path = find_header(stream->headers, ":path");
   const std::string method = path ? *path : "";
-  Status status = owner_->admit(method, stream->headers);
+  Status status = owner_->admit(this, method, stream->headers);
   if (status.code != kStatusOk) return connection_.finish(stream, status);
   Call call{};
   call.is_forward = method == kForwardPath;
+  call.is_counted = is_host;
   if (call.is_forward)
     ++num_forward_calls_;
   else
@@ -198,7 +199,7 @@ void Peer::on_close(Stream* stream, uint32_t) {
   if (found == calls_.end()) return;
   Call call = found->second;
   calls_.erase(found);
-  owner_->call_ended();
+  owner_->call_ended(call.is_counted);
   if (call.is_forward)
     --num_forward_calls_;
   else

@@ -28,8 +28,9 @@ class Peer : private Connection::Owner {
    public:
     virtual ~Owner() = default;
     // Whether a call that starts now is let in; its status says why not.
-    virtual Status admit(const std::string& method, const Headers& headers) = 0;
-    virtual void call_ended() = 0;
+    virtual Status admit(Peer* peer, const std::string& method,
+                         const Headers& headers) = 0;
+    virtual void call_ended(bool was_counted) = 0;
     virtual uint64_t control_call(Peer* peer, int32_t stream_id) = 0;
     virtual void control_event(ControlEvent event) = 0;
     virtual size_t max_message_bytes() const = 0;
@@ -57,12 +58,16 @@ class Peer : private Connection::Owner {
   // For the server: what epoll was told last, and whether a turn is on its way.
   uint32_t watched_events = 0;
   bool is_queued = false;
+  // Not a stranger: a call has been let in that needs the token, if there is one.
+  bool is_host = false;
 
   bool has_forward_calls() const { return num_forward_calls_ > 0; }
+  size_t num_calls() const { return calls_.size(); }
 
  private:
   struct Call {
     bool is_forward;
+    bool is_counted;  // among the calls of hosts
     uint64_t control_id;
     size_t num_waiting = 0;
     size_t waiting_bytes = 0;

@@ -1,11 +1,9 @@
 #include "stream/server/server.h"
 
 #include <errno.h>
-#include <linux/sockios.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -13,6 +11,7 @@
 #include <stdexcept>
 
 #include "stream/endpoint.h"
+#include "stream/server/secrets.h"
 
 namespace duck::stream {
 namespace {
@@ -30,22 +29,6 @@ constexpr auto kGoodbye = std::chrono::milliseconds(200);
 constexpr uint64_t kWakeKey = 0;
 constexpr uint64_t kFirstListenerKey = 1;
 constexpr uint64_t kFirstPeerKey = 1 << 16;
-
-// Takes as long for every wrong value of the right length.
-bool equal_secrets(const std::string& a, const std::string& b) {
-  if (a.size() != b.size()) return false;
-  unsigned char difference = 0;
-  for (size_t i = 0; i < a.size(); ++i) difference |= (unsigned char)(a[i] ^ b[i]);
-  return difference == 0;
-}
-
-// Of a unix socket, what is written is in the other process's hands already.
-bool has_unacknowledged_bytes(int socket) {
-  int family = 0, num_bytes = 0;
-  socklen_t size = sizeof family;
-  ::getsockopt(socket, SOL_SOCKET, SO_DOMAIN, &family, &size);
-  return family != AF_UNIX && ::ioctl(socket, SIOCOUTQ, &num_bytes) == 0 && num_bytes;
-}
 
 void watch(int epoll, int operation, int fd, uint64_t key, uint32_t events) {
   epoll_event event{};
@@ -139,7 +122,8 @@ void Server::serve() {
   while (!is_drained()) {
     epoll_event events[kMaxEvents];
     int timeout_ms = turns_.has_next() ? 0 : is_draining_ ? 10 : -1;
-    if (timeout_ms < 0 && listeners_->is_resting()) timeout_ms = Listeners::kRestMs;
+    if (timeout_ms < 0)
+      timeout_ms = listeners_->is_resting() ? Listeners::kRestMs : strangers_.wait_ms();
     int count = ::epoll_wait(epoll_, events, kMaxEvents, timeout_ms);
     for (int i = 0; i < count; ++i) {
       survive([&] { on_readiness(events[i].data.u64, events[i].events); });
@@ -148,6 +132,7 @@ void Server::serve() {
     }
     if (count <= 0) survive([&] { compute_next(); });
     if (listeners_->is_resting()) listeners_->wake(Clock::now());
+    drop_late_strangers();
   }
   for (auto& [id, socket] : leaving_) ::close(socket);
   leaving_.clear();
@@ -168,9 +153,7 @@ void Server::survive(const Work& work) {
 void Server::on_readiness(uint64_t key, uint32_t events) {
   peer_at_work_ = key;
   if (key == kWakeKey) return run_posted();
-  if (key < kFirstPeerKey) {
-    return accept_from(key);
-  }
+  if (key < kFirstPeerKey) return accept_from(key);
   auto left = leaving_.find(key);
   if (left != leaving_.end() && is_left(left->second)) leaving_.erase(left);
   auto found = peers_.find(key);
@@ -187,6 +170,7 @@ void Server::accept_from(uint64_t listener_key) {
   int socket = listeners_->accept(listener_key, &notice);
   if (!notice.empty()) control_event({0, ControlEvent::kNotice, notice, Message()});
   if (socket < 0) return;
+  if (strangers_.is_full()) drop(strangers_.oldest());
   if (peers_.size() >= kMaxPeers) {
     ::close(socket);
     return;
@@ -202,6 +186,7 @@ void Server::accept_from(uint64_t listener_key) {
   }
   watch(epoll_, EPOLL_CTL_ADD, socket, id, EPOLLIN);
   Peer* added = (peers_[id] = std::move(peer)).get();
+  strangers_.add(id, Clock::now());
   after_io(added, added->connection().flush());
 }
 
@@ -224,6 +209,13 @@ void Server::after_io(Peer* peer, bool is_alive) {
 void Server::drop(uint64_t peer_id) {
   peers_.erase(peer_id);
   turns_.forget(peer_id);
+  strangers_.forget(peer_id);
+}
+
+void Server::drop_late_strangers() {
+  strangers_.each_late(Clock::now(), [this](uint64_t id) {
+    if (peers_.at(id)->num_calls() == 0) drop(id);
+  });
 }
 
 void Server::post(Task task) {
@@ -364,20 +356,26 @@ void Server::compute_long_jobs() {
   }
 }
 
-Status Server::admit(const std::string& method, const Headers& headers) {
+Status Server::admit(Peer* peer, const std::string& method, const Headers& headers) {
   const std::string* type = find_header(headers, "content-type");
   if (!type || type->rfind("application/grpc", 0) != 0)
     return {kStatusInternal, "expected the content type application/grpc"};
-  if (!options_.authorization.empty() && method.rfind(kHealthPrefix, 0) != 0) {
+  bool is_health = method.rfind(kHealthPrefix, 0) == 0;
+  if (!options_.authorization.empty() && !is_health) {
     const std::string* sent = find_header(headers, "authorization");
     if (!sent || !equal_secrets(*sent, options_.authorization))
       return {kStatusUnauthenticated, "the duck's token is missing or wrong"};
   }
   if (is_draining_) return {kStatusUnavailable, "the duck is shutting down"};
-  if (num_calls_ >= options_.max_calls)
+  if (!is_health && !peer->is_host) {
+    peer->is_host = true;
+    strangers_.forget(peer->id());
+  }
+  size_t max_calls = peer->is_host ? options_.max_calls : Strangers::kMaxCalls;
+  if ((peer->is_host ? num_calls_ : peer->num_calls()) >= max_calls)
     return {kStatusResourceExhausted,
-            "the duck serves " + std::to_string(options_.max_calls) + " calls at once"};
-  ++num_calls_;
+            "the duck serves " + std::to_string(max_calls) + " calls at once"};
+  num_calls_ += peer->is_host;
   return {};
 }
 

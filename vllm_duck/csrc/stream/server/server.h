@@ -6,6 +6,8 @@
 // health checks are answered meanwhile. Hosts take turns by rows, and a long call stops
 // between two units of its work for the short calls of other hosts.
 //
+// Connections that have not shown the token yet have a small share: see Strangers.
+//
 // Held at most: one unfinished message for each of kMaxCalls calls; as many requests
 // that wait as 64, or one message's limit, for each call, then HTTP/2 flow control
 // makes the host wait; and replies of 64 MiB for each host, then its requests wait.
@@ -26,6 +28,7 @@
 
 #include "stream/server/listeners.h"
 #include "stream/server/peer.h"
+#include "stream/server/strangers.h"
 #include "stream/server/turns.h"
 
 namespace duck::stream {
@@ -77,11 +80,12 @@ class Server : private Peer::Owner {
 
   void after_io(Peer* peer, bool is_alive);
   void drop(uint64_t peer_id);
+  void drop_late_strangers();
   template <class Work>
   void survive(const Work& work);
 
-  Status admit(const std::string& method, const Headers& headers) override;
-  void call_ended() override { --num_calls_; }
+  Status admit(Peer* peer, const std::string& method, const Headers& headers) override;
+  void call_ended(bool was_counted) override { num_calls_ -= was_counted; }
   uint64_t control_call(Peer* peer, int32_t stream_id) override;
   void control_event(ControlEvent event) override;
   size_t max_message_bytes() const override { return options_.max_message_bytes; }
@@ -101,7 +105,8 @@ class Server : private Peer::Owner {
   std::unordered_map<uint64_t, std::unique_ptr<Peer>> peers_;
   uint64_t peer_at_work_ = 0;
   Turns turns_;
-  size_t num_calls_ = 0;
+  Strangers strangers_;
+  size_t num_calls_ = 0;  // of hosts
   uint64_t last_peer_id_ = 0;
   uint64_t last_call_id_ = 0;
   std::unordered_map<uint64_t, std::pair<uint64_t, int32_t>> control_calls_;
