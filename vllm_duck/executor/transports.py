@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from vllm_duck.config import TransportName
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.duck import FanOut, ReplyDtype, ServedShard
+from vllm_duck.executor.wire.recovery import Watcher
 from vllm_duck.executor.wire.security import ClientSecurity, ServerSecurity
 
 
@@ -30,12 +31,14 @@ class Connect(Protocol):
         reply_dtype: ReplyDtype,
         security: ClientSecurity,
         recover_s: float,
+        watcher: Watcher | None = None,
     ) -> FanOut:
         """Nothing is connected before the first request.
 
         endpoints: one a duck; of replicas, which stand in for each other, with |.
         identities: who must answer at each endpoint, as identity_of() says it.
         recover_s: how long a lost duck is waited for; 0 fails its requests at once.
+        watcher: hears of ducks that are lost, and back.
         """
         ...
 

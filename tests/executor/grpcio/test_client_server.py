@@ -221,7 +221,7 @@ def test_a_server_that_stops_at_once_fails_the_calls_in_flight(start_server, con
     gate.may_end.set()
     stopper.join()
     with pytest.raises(DuckUnavailable, match=server.endpoint):
-        duck.send(make_request())
+        duck.send(make_request()).wait()
 
 
 def test_a_server_that_stops_answers_what_has_arrived(start_server, connect):

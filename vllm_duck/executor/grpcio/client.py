@@ -5,8 +5,8 @@ Invariants, pinned by tests:
 - no request is sent before the stream has said that the duck that was described is
   behind it;
 - when the stream ends and `recover_s` is 0, every request in flight fails at once, with
-  one reason, and so does every later send(); a request that misses its deadline fails
-  alone, and the stream goes on;
+  one reason, and the next send() opens another one; a request that misses its deadline
+  fails alone, and the stream goes on;
 - with `recover_s`, a duck that is lost or late gets another stream, again and again,
   and all requests in flight are sent again under their ids.
 """
@@ -44,6 +44,7 @@ from vllm_duck.executor.wire.recovery import (
     MAX_SENDS,
     RecoveryLog,
     StepLimit,
+    Watcher,
     backoff_s,
     gave_up,
 )
@@ -68,6 +69,7 @@ def connect(
     reply_dtype: ReplyDtype,
     security: ClientSecurity,
     recover_s: float,
+    watcher: Watcher | None = None,
 ) -> PythonFanOut:
     """`transports.Connect`: a client for each duck."""
     step_limit = StepLimit()
@@ -80,6 +82,7 @@ def connect(
             identity=identity,
             recover_s=recover_s,
             step_limit=step_limit,
+            watcher=watcher,
         )
         for endpoint, identity in zip(endpoints, identities, strict=True)
     ]
@@ -104,6 +107,7 @@ class GrpcDuck:
         identity: str | None = None,
         recover_s: float = 0.0,
         step_limit: StepLimit | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         """endpoint: of replicas, which stand in for each other, all with | in between.
 
@@ -118,7 +122,7 @@ class GrpcDuck:
         self._security = security or ClientSecurity()
         self._recover_s = recover_s
         self._step_limit = step_limit or StepLimit()
-        self._log = RecoveryLog()
+        self._log = RecoveryLog(watcher)
         self._request_ids = itertools.count(1)
         self._identity = identity
         self._closed = threading.Event()
@@ -146,7 +150,7 @@ class GrpcDuck:
         """Send a request and return at once.
 
         Raises:
-            DuckTransportError: the stream has ended; the reason why it did.
+            DuckTransportError: the client was closed.
         """
         request_id = next(self._request_ids)
         message = encode_request(
@@ -158,7 +162,8 @@ class GrpcDuck:
                 raise renewed(self._end_reason)
             if not self._pending and self._lost_at_s is not None:
                 # Nobody has looked for it meanwhile.
-                self._lost_at_s = time.monotonic()
+                self._lost_at_s = None
+                self._note_loss(DuckUnavailable(self._loss))
             self._pending[request_id] = pending
             if self._is_proven and self._call is not None:
                 self._call.send(message)
@@ -257,7 +262,7 @@ class GrpcDuck:
                 return  # broken off meanwhile
             self._is_proven = True
             for pending in self._pending.values():
-                pending.sent_s = time.monotonic()
+                pending.sent_now()
                 call.send(pending.message)
             lost_at_s, self._lost_at_s = self._lost_at_s, None
         if lost_at_s is not None:
@@ -266,19 +271,16 @@ class GrpcDuck:
     def _next_wait(self, end: StreamEnd) -> float | None:
         """Seconds until the next stream is opened; None: no request wants one."""
         self._call, self._is_proven = None, False
-        if not self._recover_s or self._end_reason is not None:
-            self._end_reason = self._end_reason or end.reason
-            self._fail_all(self._end_reason)
-        elif not end.may_resend:
-            self._fail_all(end.reason)
+        # Each replica is tried once at once.
+        self._active = (self._active + 1) % len(self._replicas)
+        if not self._recover_s or not end.may_resend or self._end_reason is not None:
+            self._fail_all(self._end_reason or end.reason)
         elif end.was_proven:
             self._fail_often_lost(end.reason)
         if not self._pending:
             return None
         self._num_losses += 1
         self._note_loss(end.reason)
-        # Each replica is tried once at once.
-        self._active = (self._active + 1) % len(self._replicas)
         return backoff_s(self._num_losses - len(self._replicas) + 1)
 
     def _note_loss(self, reason: DuckError) -> None:
@@ -311,7 +313,7 @@ class GrpcDuck:
                 partial=reply.partial,
                 queue_us=reply.queue_us,
                 compute_us=reply.compute_us,
-                rtt_us=(arrival_ns - pending.start_ns) // 1000,
+                rtt_us=(arrival_ns - pending.sent_ns) // 1000,
             )
         )
 

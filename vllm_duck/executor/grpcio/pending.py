@@ -39,11 +39,14 @@ class Pending:
         self._num_bytes = math.prod(shape) * NUMPY_DTYPE[reply_dtype].itemsize
         self._outcome: MoeReply | DuckError | None = None
         self._done = threading.Event()
-        self.start_ns = time.perf_counter_ns()
-        # By `time.monotonic`, for the last time.
-        self.sent_s = time.monotonic()
+        self.sent_now()
         # Streams that it was sent on, and that broke.
         self.num_losses = 0
+
+    def sent_now(self) -> None:
+        """It was sent, perhaps again: from now on it is timed."""
+        self.sent_ns = time.perf_counter_ns()
+        self.sent_s = time.monotonic()
 
     def is_done(self) -> bool:
         return self._done.is_set()

@@ -30,7 +30,7 @@ from vllm_duck.executor.wire.codec import ReplyStatus
 from vllm_duck.executor.wire.errors import error_of_reply, error_of_status
 from vllm_duck.executor.wire.identity import mismatch
 from vllm_duck.executor.wire.limits import MAX_MESSAGE_BYTES, TOKEN_PREFIX
-from vllm_duck.executor.wire.recovery import RecoveryLog, gave_up
+from vllm_duck.executor.wire.recovery import RecoveryLog, Watcher, gave_up
 from vllm_duck.executor.wire.security import ClientSecurity
 
 # As grpcio's client in client.py; a duck's machine that lost its power sends no FIN.
@@ -57,6 +57,7 @@ class NativeFanOut:
         security: ClientSecurity,
         recover_s: float = 0.0,
         quiet_s: float = QUIET_S,
+        watcher: Watcher | None = None,
     ) -> None:
         """endpoints: one a duck; of replicas, which stand in for each other, with |.
 
@@ -70,7 +71,7 @@ class NativeFanOut:
         self._identities = tuple(identities)
         self._deadline_s = deadline_s
         self._recover_s = recover_s
-        self._log = RecoveryLog()
+        self._log = RecoveryLog(watcher)
         self._reply_dtype: ReplyDtype = reply_dtype
         token = security.token
         self._client = _stream.client_new(

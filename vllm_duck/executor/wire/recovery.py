@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from vllm_duck.errors import DuckUnavailable
 
@@ -29,6 +30,14 @@ class StepLimit:
     end_s: float = math.inf
 
 
+class Watcher(Protocol):
+    """Who wants to know of each duck that is lost, or back; from any thread."""
+
+    def lost(self, name: str, reason: str) -> None: ...
+
+    def back(self, name: str) -> None: ...
+
+
 def backoff_s(num_losses: int) -> float:
     """Before the next connection, after so many in a row that gave no answer."""
     if num_losses <= 1:
@@ -37,15 +46,26 @@ def backoff_s(num_losses: int) -> float:
 
 
 class RecoveryLog:
-    """One line when a duck is lost, one when it is back, and not too many of them."""
+    """One line when a duck is lost, one when it is back, and not too many of them.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    The watcher hears of each.
+    """
+
+    def __init__(
+        self,
+        watcher: Watcher | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._watcher = watcher
         self._clock = clock
         # By the duck's name: when its loss was last said, and how many were not since.
         self._said_at: dict[str, float] = {}
         self._num_unsaid: dict[str, int] = {}
 
     def lost(self, name: str, reason: str, recover_s: float) -> None:
+        if self._watcher is not None:
+            self._watcher.lost(name, reason)
         now = self._clock()
         if now < self._said_at.get(name, -_QUIET_S) + _QUIET_S:
             self._num_unsaid[name] = self._num_unsaid.get(name, 0) + 1
@@ -63,6 +83,8 @@ class RecoveryLog:
         )
 
     def back(self, name: str, lost_s: float) -> None:
+        if self._watcher is not None:
+            self._watcher.back(name)
         if lost_s >= _QUIET_S or not self._num_unsaid.get(name):
             logger.warning("duck %s is back after %.1f s", name, lost_s)
 

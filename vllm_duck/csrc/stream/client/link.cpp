@@ -56,7 +56,7 @@ void Link::start(const TicketRef& ticket, Clock::time_point now) {
   if (in_flight_.empty() && waiting_.empty()) {
     last_heard_ = now;
     is_pinged_ = false;
-    lost_at_ = now;  // if it is: nobody has looked for it meanwhile
+    if (is_recovering_) note_loss(now);  // nobody has looked for it meanwhile
   }
   ticket->slots[size_t(index_)].deadline = now + patience_->deadline;
   waiting_.push_back(ticket);
@@ -140,7 +140,9 @@ void Link::send_waiting(Clock::time_point now) {
   for (; !waiting_.empty(); waiting_.pop_front()) {
     max_reply_bytes_ = std::max(max_reply_bytes_, waiting_.front()->max_reply_bytes);
     connection_->send(stream, waiting_.front()->request);
-    waiting_.front()->slots[size_t(index_)].deadline = now + patience_->deadline;
+    Slot& slot = waiting_.front()->slots[size_t(index_)];
+    slot.sent_at = now;
+    slot.deadline = now + patience_->deadline;
     in_flight_.push_back(std::move(waiting_.front()));
   }
 }
@@ -197,6 +199,10 @@ void Link::reconnect_later(Clock::time_point now) {
         kBackoff * (1 << std::min<size_t>(num_losses_ - replicas_.size() - 1, 8)),
         kLongestBackoff);
   if (is_recovering_ || waiting_.empty() || !can_recover()) return;
+  note_loss(now);
+}
+
+void Link::note_loss(Clock::time_point now) {
   is_recovering_ = true;
   lost_at_ = now;
   news_->push_back({index_, {Failure::kLost, 0, loss_.text}});

@@ -95,6 +95,7 @@ class Link : private Connection::Owner {
   Dialer& dialer() { return *replicas_[active_]; }
   std::string named(const std::string& reason) const;
   void reconnect_later(Clock::time_point now);
+  void note_loss(Clock::time_point now);
   void give_up(Clock::time_point now);
   Clock::time_point advance(Clock::time_point now);
   // When the duck is late, or has been lost for too long.

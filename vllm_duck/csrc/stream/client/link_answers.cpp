@@ -87,7 +87,7 @@ void Link::on_message(Stream*, Message message) {
   slot.is_done = true;
   slot.message = std::move(message);  // its memory stays where it is
   slot.reply = reply;
-  slot.rtt_us = microseconds_between(ticket->start, Clock::now());
+  slot.rtt_us = microseconds_between(slot.sent_at, Clock::now());
   --ticket->num_missing;
   log_.add({slot.rtt_us, reply.compute_us, reply.queue_us});
 }
