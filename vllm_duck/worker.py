@@ -12,6 +12,7 @@ from vllm_duck.config import DuckConfig, HandOver
 from vllm_duck.errors import DuckTransportError
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.serve.local import LocalDucks
+from vllm_duck.executor.slow import SlowLog
 from vllm_duck.executor.system.process import resident_bytes
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.wire.security import ClientSecurity
@@ -52,6 +53,7 @@ class DuckWorker(Worker):
     fleet: Fleet | None = None
     figures_writer: FiguresWriter | None = None
     step_wait_s: float
+    slow_log: SlowLog
     # Whether a duck that is lost may come back: local ones do not.
     lives_on = False
     # A duck was not to be had in the latest step.
@@ -75,6 +77,7 @@ class DuckWorker(Worker):
         atexit.register(self.stop_ducks)
         self.lives_on = bool(config.endpoints)
         self.step_wait_s = step_wait_s(config)
+        self.slow_log = SlowLog()
         self.fleet = self._connect(config)
         super().load_model(**kwargs)
         self.model_runner.attach_ducks(self.fleet)
@@ -105,9 +108,13 @@ class DuckWorker(Worker):
     def step_figures(self) -> dict[str, Any]:
         """For `LLM.collective_rpc`: lanes, drafts, and each duck's times."""
         assert self.fleet is not None
+        statistics = self.fleet.statistics()
+        slow = self.slow_log.look(statistics)
         return {
             **self.model_runner.figures(),
-            "ducks": [asdict(duck) for duck in self.fleet.statistics()],
+            "ducks": [
+                {**asdict(duck), "is_slow": duck.name in slow} for duck in statistics
+            ],
         }
 
     def shutdown(self) -> None:

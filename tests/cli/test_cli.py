@@ -6,16 +6,19 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
 
 import vllm_duck
-from testing.ducks.mini_model import make_mini_model, make_request
+from testing.ducks.mini_model import make_info, make_mini_model, make_request
+from testing.ducks.wire_peers import echo, serving
 from testing.waiting import WAIT_S, is_running, wait_until
 from vllm_duck.cli import main, options
 from vllm_duck.cli.stopping import StopRequest
 from vllm_duck.executor.fleet import Fleet
+from vllm_duck.executor.grpcio.server import DuckServer
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.weights.plan import ShardPlan
 
@@ -258,6 +261,31 @@ def test_status_prints_what_each_duck_holds(model_dir, tmp_path, capsys, monkeyp
     assert output.startswith(f"{listen}  SERVING\n")
     for text in ("columns [0, 80)", "3: 1, 2, 3", Checkpoint(model_dir).fingerprint):
         assert text in output
+
+
+def test_status_names_a_duck_that_is_slow(capsys):
+    sleep_s = [0.01]
+
+    def sleeping(request, reply_dtype):
+        time.sleep(sleep_s[0])
+        return echo(request, reply_dtype)
+
+    slow = DuckServer(sleeping, make_info(), listen="127.0.0.1:0")
+    slow.start()
+    try:
+        with serving("grpcio") as first, serving("grpcio") as second:
+            endpoints = [first.endpoint, slow.endpoint, second.endpoint]
+
+            def is_named():
+                # On a slow machine its peers are slow too.
+                sleep_s[0] *= 2
+                assert main(["status", *endpoints]) == 0
+                lines = capsys.readouterr().err.splitlines()
+                return [line.split("  ")[0] for line in lines] == [slow.endpoint]
+
+            wait_until(is_named)
+    finally:
+        slow.stop(0)
 
 
 def test_status_of_nobody_fails_and_names_it(capsys):

@@ -232,6 +232,14 @@ class Describer(Protocol):
 
     def describe(self) -> DuckInfo: ...
 
+    def check(self, identity: str, deadline_s: float) -> None:
+        """Ask whether the duck of this identity is there.
+
+        Raises:
+            DuckTransportError: it does not answer, or another duck does.
+        """
+        ...
+
 
 class Duck(Protocol):
     """One remote (or in-process) executor of one shard, called by a client of its own.
@@ -267,13 +275,19 @@ class Ducks(Protocol):
 
 @dataclass(frozen=True)
 class DuckStatistics:
-    """How one duck did: medians over its latest calls, microseconds."""
+    """How one duck did: medians over its latest calls, microseconds.
+
+    A round trip begins when its request is sent, for the last time: that a duck was
+    lost meanwhile is not in it.
+    """
 
     name: str
     num_calls: int
     rtt_us: float
     compute_us: float
     queue_us: float
+    # That 1 % of the round trips take, or more.
+    rtt_p99_us: float = 0.0
 
     @classmethod
     def of(
@@ -282,7 +296,8 @@ class DuckStatistics:
         """latest: [calls, 3], of the latest calls rtt_us, compute_us, queue_us."""
         medians = np.median(latest, axis=0) if len(latest) else np.zeros(3)
         rtt_us, compute_us, queue_us = (float(median) for median in medians)
-        return cls(name, num_calls, rtt_us, compute_us, queue_us)
+        p99_us = float(np.percentile(latest[:, 0], 99)) if len(latest) else 0.0
+        return cls(name, num_calls, rtt_us, compute_us, queue_us, p99_us)
 
 
 class FanOut(Ducks, Protocol):

@@ -34,10 +34,13 @@ _DRAFT_SUMS = (
     ("accepted", "accepted_drafts", "Those that were taken."),
     ("mtp_s", "mtp_seconds", "Time of the MTP layer's runs that draw these drafts."),
 )
+_ROUND_TRIP = "Time from sending a request to its reply"
+# Field of DuckStatistics, metric, what it measures; of the latest calls.
 _DUCK_TIMES = (
-    ("rtt_us", "round_trip_seconds", "Time from sending a request to its reply"),
-    ("compute_us", "compute_seconds", "Time in the duck's kernel"),
-    ("queue_us", "queue_seconds", "Time in the duck's queue"),
+    ("rtt_us", "round_trip_seconds", f"{_ROUND_TRIP}, median"),
+    ("rtt_p99_us", "round_trip_p99_seconds", f"{_ROUND_TRIP}, 99th percentile"),
+    ("compute_us", "compute_seconds", "Time in the duck's kernel, median"),
+    ("queue_us", "queue_seconds", "Time in the duck's queue, median"),
 )
 
 
@@ -130,9 +133,17 @@ def _of_ducks(ducks: list[dict[str, Any]]) -> Iterator[Metric]:
     for field, name, text in _DUCK_TIMES:
         times = GaugeMetricFamily(
             f"{_PREFIX}duck_{name}",
-            f"{text}, median of the latest calls.",
+            f"{text} of the latest calls.",
             labels=["duck"],
         )
         for duck in ducks:
             times.add_metric([duck["name"]], duck[field] / 1e6)
         yield times
+    slow = GaugeMetricFamily(
+        f"{_PREFIX}duck_is_slow",
+        "1 for a duck that is slow against its peers (docs/reliability.md).",
+        labels=["duck"],
+    )
+    for duck in ducks:
+        slow.add_metric([duck["name"]], duck["is_slow"])
+    yield slow
