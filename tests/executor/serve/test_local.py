@@ -99,6 +99,37 @@ def test_a_duck_that_dies_is_named_and_its_calls_fail(bf16_checkpoint):
             fleet.send(make_request()).wait()
 
 
+def test_a_kept_duck_that_is_killed_answers_again(bf16_checkpoint, caplog):
+    with (
+        LocalDucks.start(bf16_checkpoint.model_dir, num_ducks=2) as ducks,
+        Fleet.connect(ducks.endpoints, recover_s=WAIT_S) as fleet,
+    ):
+        ducks.keep()
+        expected = fleet.send(make_request()).wait().total
+        first, second = ducks.pids
+        os.kill(second, signal.SIGKILL)
+        wait_until(lambda: ducks.pids[1] != second)
+        np.testing.assert_array_equal(fleet.send(make_request()).wait().total, expected)
+        assert ducks.pids[0] == first
+        end = f"duck {ducks.endpoints[1]} ended with signal 9"
+        assert ducks.ends() == {ducks.endpoints[1]: end}
+        assert f"{end}; starting it again at once" in caplog.text
+        pids = ducks.pids
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_kept_duck_that_cannot_start_any_more_says_why(tmp_path, bf16_model, caplog):
+    model = bf16_model.write(tmp_path)
+    with LocalDucks.start(model, num_ducks=1) as ducks:
+        ducks.keep()
+        (model / "config.json").unlink()
+        os.kill(ducks.pids[0], signal.SIGKILL)
+        wait_until(lambda: "after 3 times within 60 s" in caplog.text)
+        (end,) = ducks.ends().values()
+        assert "ended with exit code" in end
+        assert "config.json" in end
+
+
 def _connect_with_a_short_deadline(endpoints):
     fleets = []
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from vllm_duck.endpoints import UNIX_PREFIX, check_endpoint
 from vllm_duck.errors import DuckTimeout, DuckUnavailable
+from vllm_duck.executor.serve.keeper import Keeper
 from vllm_duck.executor.split.format import split_directories
 from vllm_duck.executor.system.cpus import allowed_cpus, within_quota
 from vllm_duck.executor.system.process import clean_environment
@@ -34,9 +35,12 @@ _STOP_GRACE_S = 10.0
 PRIVATE_PREFIX = "vllm-duck-sockets-"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Child:
+    """A duck's process, or that of the one that took its place."""
+
     endpoint: str
+    command: Sequence[str]
     process: subprocess.Popen[str]
 
 
@@ -46,6 +50,7 @@ class LocalDucks:
     def __init__(self, children: Sequence[_Child], directory: Path | None) -> None:
         self._children = tuple(children)
         self._directory = directory
+        self._keeper: Keeper | None = None
 
     @classmethod
     def start(
@@ -96,7 +101,8 @@ class LocalDucks:
                 flags.append(f"--weight-format={weight_format}")
             children = []
             for endpoint, source in zip(listen, sources, strict=True):
-                child = _spawn(source, endpoint, flags)
+                command = _command(source, endpoint, flags)
+                child = _Child(endpoint, command, _spawn(command))
                 undo.callback(_end, child)
                 children.append(child)
             deadline_s = time.monotonic() + start_s
@@ -121,12 +127,30 @@ class LocalDucks:
                 return f"duck {child.endpoint} ended with {_describe_exit(code)}"
         return None
 
+    def keep(self) -> None:
+        """Start each duck again that ends by itself, until stop()."""
+        self._keeper = Keeper(
+            len(self._children),
+            wait=lambda i: self._children[i].process.wait(),
+            how=lambda i: _end_of(self._children[i]),
+            start=lambda i: _replace(self._children[i]),
+        )
+
+    def ends(self) -> dict[str, str]:
+        """How ducks that were kept have ended, for the last time, by endpoint."""
+        ends = {} if self._keeper is None else self._keeper.ends
+        return {self._children[i].endpoint: end for i, end in ends.items()}
+
     def stop(self) -> None:
         """End all ducks and wait for them."""
+        if self._keeper is not None:
+            self._keeper.begin_to_stop()
         for child in self._children:
             _ask_to_stop(child)
         for child in self._children:
             _end(child)
+        if self._keeper is not None:
+            self._keeper.join()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -170,15 +194,21 @@ def _socket_endpoints(directory: Path, num_ducks: int) -> list[str]:
     ]
 
 
-def _spawn(source: Sequence[str], endpoint: str, flags: Sequence[str]) -> _Child:
-    process = subprocess.Popen(
-        [
-            # -P: nothing is imported from the directory that the user happens to be in.
-            *(sys.executable, "-P", "-m", "vllm_duck.cli", "serve", *source),
-            f"--listen={endpoint}",
-            "--child",
-            *flags,
-        ],
+def _command(
+    source: Sequence[str], endpoint: str, flags: Sequence[str]
+) -> Sequence[str]:
+    return [
+        # -P: nothing is imported from the directory that the user happens to be in.
+        *(sys.executable, "-P", "-m", "vllm_duck.cli", "serve", *source),
+        f"--listen={endpoint}",
+        "--child",
+        *flags,
+    ]
+
+
+def _spawn(command: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=clean_environment(),
@@ -186,7 +216,23 @@ def _spawn(source: Sequence[str], endpoint: str, flags: Sequence[str]) -> _Child
         start_new_session=True,
         text=True,
     )
-    return _Child(endpoint, process)
+
+
+def _end_of(child: _Child) -> str:
+    """How one that has ended did so, and what it said of it."""
+    end = f"duck {child.endpoint} ended with {_describe_exit(child.process.wait())}"
+    stdout = child.process.stdout
+    assert stdout is not None
+    said = [] if stdout.closed else stdout.read().splitlines()
+    reasons = [line.removeprefix(FAILED_PREFIX) for line in said if line != READY]
+    return ": ".join([end, *reasons])
+
+
+def _replace(child: _Child) -> None:
+    for pipe in (child.process.stdin, child.process.stdout):
+        assert pipe is not None
+        pipe.close()
+    child.process = _spawn(child.command)
 
 
 def _wait_ready(child: _Child, left_s: float, start_s: float) -> None:
