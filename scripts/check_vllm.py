@@ -23,6 +23,7 @@ from pathlib import Path
 
 from vllm_duck.hooks import HOOKS
 from vllm_duck.seam import Seam, parameters_problem
+from vllm_duck.server_hooks import SERVER_HOOKS
 from vllm_duck.vllm_seams import SEAMS
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -55,19 +56,20 @@ def all_seams() -> list[Seam]:
                 hook.remove_when,
                 " ".join(hook.parameters),
             )
-            for hook in HOOKS
+            for hook in (*HOOKS, *SERVER_HOOKS)
         ),
         *SEAMS,
     ]
 
 
 def _in_source(target: str) -> str:
-    """vllm.module.Class.name -> vllm.module:Class.name."""
+    """vllm.module.Class.name -> vllm.module:Class.name; a function is no class's."""
     target = target.replace(
         "vllm.platforms.current_platform", "vllm.platforms.cpu.CpuPlatform"
     )
-    module, class_name, name = target.rsplit(".", 2)
-    return f"{module}:{class_name}.{name}"
+    module, owner, name = target.rsplit(".", 2)
+    is_class = owner.lstrip("_")[0].isupper()
+    return f"{module}:{owner}.{name}" if is_class else f"{module}.{owner}:{name}"
 
 
 def digest(function: Definition) -> str:

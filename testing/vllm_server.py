@@ -8,7 +8,7 @@ import sys
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +26,10 @@ class Server:
     mark: str
     log: Path
 
-    def interrupt(self) -> int:
-        """What Ctrl-C in a terminal does; returns the exit code."""
-        os.killpg(self.process.pid, signal.SIGINT)
-        return self.process.wait(WAIT_S)
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.base_url.removeprefix("http://").rpartition(":")
+        return host, int(port)
 
     def assert_calm(self) -> None:
         """Nothing in the log would alarm a user who has stopped the server."""
@@ -67,8 +67,7 @@ def running_server(
     directory: it starts there; by default where the tests do.
     environment: what it has besides the tests' own.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     mark = f"{MARK}-{uuid.uuid4().hex}"
     command = [
         *(BIN / "vllm", "serve", model, "--served-model-name", "tiny"),
@@ -98,6 +97,13 @@ def running_server(
         yield server
     finally:
         server.kill()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback at which nobody listens now."""
+    with ExitStack() as stack:
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        return [stack.enter_context(each).getsockname()[1] for each in sockets]
 
 
 def marked_processes(mark: str) -> list[str]:

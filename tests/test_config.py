@@ -103,7 +103,7 @@ def test_a_record_checks_itself_however_it_is_made():
 def test_what_the_processes_hand_over_is_no_setting():
     settings = {field.name for field in fields(DuckConfig)}
     assert settings.isdisjoint(field.name for field in fields(HandOver))
-    hand_over = HandOver(kv_dtype="bf16", figures_file="/tmp/figures")
+    hand_over = HandOver("bf16", figures_file="/tmp/figures", health_file="/tmp/health")
     config = SimpleNamespace(
         additional_config={
             SETTINGS_KEY: DuckConfig(local_ducks=3).to_settings(),

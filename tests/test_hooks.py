@@ -1,7 +1,6 @@
 """The hooks: each target exists, none changes vLLM while duck is off."""
 
 import ast
-import asyncio
 import os
 import re
 import signal
@@ -131,7 +130,7 @@ class _Engine:
         self.output_handler = None
         self.seen = []
         manager = SimpleNamespace(shutdown=self.seen.append)
-        resources = SimpleNamespace(engine_manager=manager)
+        resources = SimpleNamespace(engine_manager=manager, engine_dead=False)
         self.engine_core = SimpleNamespace(resources=resources)
 
     def stop(self, timeout):
@@ -242,34 +241,3 @@ def test_vllm_knows_the_package_s_variables(monkeypatch):
     for name in VARIABLES:
         monkeypatch.setenv(name, "given")
         assert envs.environment_variables[name]() == "given"
-
-
-@pytest.mark.parametrize("is_duck", [True, False])
-def test_a_request_that_lost_its_duck_is_answered_with_503(monkeypatch, is_duck):
-    from vllm.exceptions import RetryableRequestError
-
-    def output(finish_reason=None, stop_reason=None):
-        each = SimpleNamespace(finish_reason=finish_reason, stop_reason=stop_reason)
-        return SimpleNamespace(outputs=[each])
-
-    async def generate(self):
-        yield output()
-        yield output("stop", "the stop string")
-        yield output("error", "duck a:1 has been lost")
-
-    monkeypatch.setattr(hooks, "is_duck_engine", lambda config: is_duck)
-    engine = SimpleNamespace(vllm_config=None)
-    seen = []
-
-    async def consume():
-        async for each in hooks._name_the_duck(generate)(engine):
-            seen.append(each.outputs[0].finish_reason)
-
-    if not is_duck:
-        asyncio.run(consume())
-        assert seen == [None, "stop", "error"]
-        return
-    with pytest.raises(RetryableRequestError, match="duck a:1") as caught:
-        asyncio.run(consume())
-    assert seen == [None, "stop"]
-    assert caught.value.status_code == 503

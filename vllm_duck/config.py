@@ -59,9 +59,9 @@ class DuckConfig:
     local_weight_format: Literal["int8", "int4"] | None = None
     # Seconds a duck may take for one call.
     deadline_s: float = DEFAULT_DEADLINE_S
-    # Seconds that a step waits for a duck at one of the endpoints that is lost or late,
-    # before its requests fail; 0 fails them at once. Long enough for a restart from a
-    # page cache, and with deadline_s well within vLLM's own limit for a step, 300 s.
+    # Seconds that a step waits for a duck that is lost or late, before its requests
+    # fail; 0 fails them at once. Long enough for a restart from a page cache, and with
+    # deadline_s well within vLLM's own limit for a step, 300 s.
     recover_s: float = 60.0
     # Seconds to wait at the start for ducks that are not up yet, for example because
     # they still load; 0 refuses at once.
@@ -141,6 +141,8 @@ class HandOver:
     kv_dtype: Literal["fp8", "bf16"]
     # Where the worker writes figures for /metrics and the log of the API server.
     figures_file: str
+    # Where it says which ducks are lost, for the API server's /health.
+    health_file: str
 
     @classmethod
     def of(cls, vllm_config: Any) -> "HandOver":

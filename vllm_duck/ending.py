@@ -2,6 +2,10 @@
 
 import gc
 from typing import Any
+from weakref import WeakKeyDictionary
+
+# Whether an engine was dead already when its end was asked for.
+_was_dead: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def stop_in_order(engine: Any) -> None:
@@ -15,7 +19,11 @@ def stop_in_order(engine: Any) -> None:
     # None where the start has failed: vLLM asks again when the object goes, at the very
     # end of Python.
     engine_core = getattr(engine, "engine_core", None)
-    manager = None if engine_core is None else engine_core.resources.engine_manager
+    if engine_core is None:
+        return
+    # Asked for again, every engine is dead.
+    _was_dead.setdefault(engine, engine_core.resources.engine_dead)
+    manager = engine_core.resources.engine_manager
     if manager is None:
         return
     from vllm import envs
@@ -29,3 +37,8 @@ def stop_in_order(engine: Any) -> None:
             cancel_task_threadsafe(engine.output_handler)
 
     manager.shutdown = stop_then_cancel
+
+
+def has_died(engine: Any) -> bool:
+    """Whether an engine that has ended did so before it was asked to."""
+    return _was_dead.get(engine, False)

@@ -5,6 +5,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from vllm_duck.errors import DuckError
@@ -24,11 +25,13 @@ class Hook:
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
 
     @property
-    def owner(self) -> type:
-        """The class that `target` names, or that of the object that it names."""
+    def owner(self) -> type | ModuleType:
+        """The module or class that `target` names, or the class of an object."""
         module, name = self.target.rsplit(".", 2)[:2]
-        found = getattr(importlib.import_module(module), name)
-        return found if isinstance(found, type) else type(found)
+        found = getattr(importlib.import_module(module), name, None)
+        if found is None:
+            found = importlib.import_module(f"{module}.{name}")
+        return found if isinstance(found, type | ModuleType) else type(found)
 
     @property
     def attribute(self) -> str:

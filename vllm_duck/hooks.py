@@ -1,7 +1,8 @@
 """What vllm_duck changes in vLLM itself, and the vLLM version it was written for.
 
-Nine functions of vLLM are wrapped, and three names are swapped for a moment. With duck
-off, the wrappers hand over to vLLM's own function and change nothing. The rest goes
+The functions of vLLM in HOOKS are wrapped, in an API server also those of server_hooks,
+and three names are swapped for a moment. With duck off, the wrappers hand over to
+vLLM's own function and change nothing. The rest goes
 through its public seams (entry point, `worker_cls`, `load_format`,
 `model_class_overrides`, `additional_config`) and through classes of ours that override
 methods of vLLM's runner, proposer and worker, or read their state, both private ones
@@ -13,7 +14,7 @@ import functools
 import inspect
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm_duck.config import VARIABLES, is_duck_engine
 from vllm_duck.ending import stop_in_order
 from vllm_duck.errors import DuckError
 from vllm_duck.hook import Hook, find, wrapped
+from vllm_duck.server_hooks import SERVER_HOOKS
 from vllm_duck.version import VLLM_VERSION
 
 
@@ -38,22 +40,46 @@ def install_hooks() -> None:
             f"vllm_duck needs vLLM {VLLM_VERSION}, got {vllm.__version__}; install "
             f"vllm_duck[cpu] or vllm_duck[cuda], or see vllm_duck/hooks.py"
         )
-    for hook, original in [(hook, find(hook)) for hook in HOOKS]:
-        setattr(hook.owner, hook.attribute, wrapped(hook, original))
+    _wrap(HOOKS)
     _register_loader()
     _name_variables()
+
+
+def _wrap(hooks: Iterable[Hook]) -> None:
+    for hook, original in [(hook, find(hook)) for hook in hooks]:
+        setattr(hook.owner, hook.attribute, wrapped(hook, original))
+
+
+def install_server_hooks() -> None:
+    """The same for what only an API server of an engine with ducks needs.
+
+    Raises:
+        DuckError: a target has moved.
+    """
+    from vllm.entrypoints.serve.instrumentator import health
+
+    original = health.health
+    _wrap(SERVER_HOOKS)
+    for route in health.router.routes:
+        # No server is made of them yet; a route holds the function itself.
+        if route.endpoint is original:
+            route.endpoint = health.health
 
 
 def _configure_duck(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(
         self: Any, usage_context: Any = None, headless: bool = False
     ) -> Any:
+        from vllm.usage.usage_lib import UsageContext
+
         from vllm_duck import kv_space, setup_engine
 
         config = setup_engine.duck_config(self, os.environ)
         if config is None:
             _restore_stock(os.environ)
             return original(self, usage_context, headless)
+        if usage_context is UsageContext.OPENAI_API_SERVER:
+            install_server_hooks()
         resolved = setup_engine.resolve(config, self, os.environ)
         args = setup_engine.rewrite(self, resolved)
         with _choices(os.environ), engine_environ.safe_path(os.environ):
@@ -160,27 +186,6 @@ def _let_the_engine_end(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, timeout)
 
     return shutdown
-
-
-def _name_the_duck(original: Callable[..., Any]) -> Callable[..., Any]:
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(self, *args, **kwargs)
-        if not is_duck_engine(self.vllm_config):
-            return outputs
-        return _until_a_duck_fails(outputs)
-
-    return generate
-
-
-async def _until_a_duck_fails(outputs: Any) -> AsyncIterator[Any]:
-    """The same, but an error that the scheduler gave a reason for is raised."""
-    from vllm.exceptions import RetryableRequestError
-
-    async for output in outputs:
-        for each in output.outputs:
-            if each.finish_reason == "error" and isinstance(each.stop_reason, str):
-                raise RetryableRequestError(each.stop_reason)
-        yield output
 
 
 def _leave_ctrl_c_to_the_server(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -357,19 +362,6 @@ HOOKS = (
         "ends in warnings and a traceback",
         remove_when="the time for requests is not the time for the processes",
         make=_let_the_engine_end,
-    ),
-    Hook(
-        target="vllm.v1.engine.async_llm.AsyncLLM.generate",
-        parameters=(
-            *("self", "prompt", "sampling_params", "request_id", "prompt_text"),
-            *("lora_request", "tokenization_kwargs", "trace_headers", "priority"),
-            *("data_parallel_rank", "session_id", "kv_hints", "reasoning_ended"),
-            "reasoning_parser_kwargs",
-        ),
-        why="a request that ended because a duck is lost would be answered with 500 "
-        "and 'Internal server error'; so it is 503 and names the duck",
-        remove_when="vLLM's servers pass on the reason of a request's error",
-        make=_name_the_duck,
     ),
     Hook(
         target="vllm.v1.engine.core.EngineCoreProc.run_busy_loop",

@@ -18,8 +18,6 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from vllm_duck.errors import DuckError
-
 
 @dataclass
 class FailedStep(ModelRunnerOutput):
@@ -28,10 +26,10 @@ class FailedStep(ModelRunnerOutput):
     error: str = ""
 
     @classmethod
-    def of(cls, scheduler_output: Any, error: DuckError) -> "FailedStep":
+    def of(cls, scheduler_output: Any, error: str) -> "FailedStep":
         req_ids = list(scheduler_output.num_scheduled_tokens)
         index = {req_id: i for i, req_id in enumerate(req_ids)}
-        return cls(req_ids=req_ids, req_id_to_index=index, error=str(error))
+        return cls(req_ids=req_ids, req_id_to_index=index, error=error)
 
 
 class DuckScheduler(Scheduler):

@@ -8,7 +8,7 @@ user's is written: `rewrite` works on a copy, so that the arguments can be used 
 import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -28,6 +28,7 @@ from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.wire.security import ClientSecurity
 from vllm_duck.families import all_classes, all_families, family_of
 from vllm_duck.family import ModelFamily
+from vllm_duck.health import health_file
 from vllm_duck.hub import local_model
 from vllm_duck.limits import (
     LOAD_FORMAT,
@@ -98,7 +99,7 @@ def resolve(
     _check_checkpoint(checkpoint, needs_mtp=speculative_config is not None)
     return Resolved(
         config=config,
-        hand_over=HandOver(kv_dtype, figures.temporary_file()),
+        hand_over=_hand_over(kv_dtype),
         model=model,
         family=family,
         speculative_config=speculative_config,
@@ -211,6 +212,14 @@ def _served_family(architectures: object) -> ModelFamily:
             f"{error}; unset {KNOB} and {ENDPOINTS_VARIABLE} to serve this model "
             "without ducks"
         ) from error
+
+
+def _hand_over(kv_dtype: Literal["fp8", "bf16"]) -> HandOver:
+    folder = figures.temporary_folder()
+    health = f"{folder}/health"
+    # Made now: this process can read it, and the worker write, whatever /tmp becomes.
+    health_file(health)
+    return HandOver(kv_dtype, f"{folder}/figures.json", health)
 
 
 def _kv_dtype(args: EngineArgs) -> Any:

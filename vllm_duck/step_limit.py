@@ -23,8 +23,7 @@ def check_step_limit(config: DuckConfig) -> None:
     Raises:
         DuckConfigError: recover_s and deadline_s are too long together.
     """
-    is_recovering = config.recover_s > 0 and config.endpoints
-    if is_recovering and config.recover_s > step_wait_s(config):
+    if config.recover_s > 0 and config.recover_s > step_wait_s(config):
         raise DuckConfigError(
             f"duck.recover_s + duck.deadline_s + {_REST_S:g} must be at most vLLM's "
             "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS="

@@ -16,7 +16,9 @@ from vllm_duck.executor.slow import SlowLog
 from vllm_duck.executor.system.process import resident_bytes
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.wire.security import ClientSecurity
+from vllm_duck.health import HealthBoard, health_file
 from vllm_duck.hooks import using_all_logits_processors
+from vllm_duck.lookout import Lookout
 from vllm_duck.metrics.figures import FiguresWriter
 from vllm_duck.scheduler import FailedStep
 from vllm_duck.step_limit import step_wait_s
@@ -24,8 +26,8 @@ from vllm_duck.vllm_seams import check_seams
 
 logger = init_logger(__name__)
 
-# How long a step waits for a duck that the step before has given up.
-_PROBE_S = 1.0
+# For a duck that was given up, to say whether it is back.
+_LOOK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,9 @@ class DuckWorker(Worker):
     fleet: Fleet | None = None
     figures_writer: FiguresWriter | None = None
     step_wait_s: float
+    health: HealthBoard
     slow_log: SlowLog
-    # Whether a duck that is lost may come back: local ones do not.
-    lives_on = False
-    # A duck was not to be had in the latest step.
-    is_degraded = False
+    lookout: Lookout | None = None
     # Of the step that runs.
     scheduler_output: Any = None
 
@@ -75,19 +75,21 @@ class DuckWorker(Worker):
         config = DuckConfig.of(self.vllm_config)
         # vLLM does not call shutdown() on every way out of its worker process.
         atexit.register(self.stop_ducks)
-        self.lives_on = bool(config.endpoints)
         self.step_wait_s = step_wait_s(config)
         self.slow_log = SlowLog()
+        hand_over = HandOver.of(self.vllm_config)
+        self.health = HealthBoard(health_file(hand_over.health_file))
         self.fleet = self._connect(config)
+        self.lookout = Lookout(self.health, self._missing_ducks)
         super().load_model(**kwargs)
         self.model_runner.attach_ducks(self.fleet)
-        figures_file = HandOver.of(self.vllm_config).figures_file
-        self.figures_writer = FiguresWriter(figures_file, self.step_figures)
+        self.figures_writer = FiguresWriter(hand_over.figures_file, self.step_figures)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """The first call of a step, which must end before vLLM gives its worker up."""
         assert self.fleet is not None
-        self.fleet.begin_step(_PROBE_S if self.is_degraded else self.step_wait_s)
+        # The lookout says when a duck that was given up is back.
+        self.fleet.begin_step(0.0 if self.health.is_degraded else self.step_wait_s)
         self.scheduler_output = scheduler_output
         try:
             return super().execute_model(scheduler_output)
@@ -100,7 +102,8 @@ class DuckWorker(Worker):
             output = super().sample_tokens(grammar_output)
         except DuckTransportError as error:
             return self._failed_step(error)
-        self.is_degraded = False
+        if self.health.is_degraded:
+            self.health.looked({})
         if self.figures_writer is not None:
             self.figures_writer.step_done()
         return output
@@ -127,6 +130,8 @@ class DuckWorker(Worker):
         """Let go of the ducks, and end those that this worker started."""
         atexit.unregister(self.stop_ducks)
         self._stop_figures()
+        if self.lookout is not None:
+            self.lookout.stop()
         if self.fleet is not None:
             self.fleet.close()
         if self.local_ducks is not None:
@@ -160,12 +165,21 @@ class DuckWorker(Worker):
         return {} if shadow is None else shadow.figures()
 
     def _failed_step(self, error: DuckTransportError) -> FailedStep:
-        if not self.lives_on:
-            raise error
-        self.is_degraded = True
-        logger.error("A step failed, and its requests end: %s", error)
+        assert self.lookout is not None
+        ends = {} if self.local_ducks is None else self.local_ducks.ends()
+        known = [ends[name] for name in sorted(self.health.lost_names & ends.keys())]
+        reason = "; ".join([str(error), *known])
+        self.lookout.step_failed(reason)
+        logger.error("A step failed, and its requests end: %s", reason)
         self.model_runner.drop_drafts()
-        return FailedStep.of(self.scheduler_output, error)
+        return FailedStep.of(self.scheduler_output, reason)
+
+    def _missing_ducks(self) -> dict[str, str]:
+        """Who does not answer, and why, as the lookout wants it."""
+        assert self.fleet is not None
+        missing = self.fleet.missing(_LOOK_S)
+        ends = {} if self.local_ducks is None else self.local_ducks.ends()
+        return {name: ends.get(name, reason) for name, reason in missing.items()}
 
     def _connect(self, config: DuckConfig) -> Fleet:
         model_dir = self.model_config.model
@@ -181,14 +195,14 @@ class DuckWorker(Worker):
                 serve_flags=[f"--transport={config.transport}"],
                 weight_format=config.local_weight_format,
             )
+            self.local_ducks.keep()
             endpoints = self.local_ducks.endpoints
         fleet = Fleet.connect(
             endpoints,
             expect=Checkpoint(model_dir).summary,
             connect_s=config.connect_s,
             deadline_s=config.deadline_s,
-            # A local duck that has ended does not come back.
-            recover_s=config.recover_s if config.endpoints else 0.0,
+            recover_s=config.recover_s,
             reply_dtype=config.reply_dtype,
             transport=config.transport,
             security=ClientSecurity.from_files(
@@ -197,6 +211,7 @@ class DuckWorker(Worker):
                 tls_key=config.tls_key,
                 token_file=config.token_file,
             ),
+            watcher=self.health,
         )
         logger.info(
             "%d ducks are up, called over %s: %s",

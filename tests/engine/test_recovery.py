@@ -17,10 +17,7 @@ NUM_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def llm(engines, tiny_model):
-    llm = start(tiny_model, speculates=True)
-    # As with endpoints; ducks that vLLM started by itself do not come back.
-    worker_of(llm).lives_on = True
-    return llm
+    return start(tiny_model, speculates=True)
 
 
 @pytest.fixture
@@ -157,3 +154,111 @@ def test_no_block_of_a_failed_step_is_ever_a_prefix_hit(llm, overlaps):
             got = [list(each.token_ids) for each in _ask(llm, later, temperature=0.0)]
             assert got == expected, at
     runner.attach_ducks(fleet)
+
+
+class _Interrupting:
+    """A fleet that does something at one call, which is in flight meanwhile."""
+
+    def __init__(self, fleet, at, do):
+        self._fleet, self._at, self._do = fleet, at, do
+        self.num_calls = 0
+
+    def send(self, request):
+        self.num_calls += 1
+        pending = self._fleet.send(request)
+        if self.num_calls == self._at:
+            self._do()
+        return pending
+
+
+# Decodes, and is in the step in which the others are in their prompts.
+FIRST, SECOND, THIRD = (
+    list(range(10, 40)),
+    [7 + i % 90 for i in range(150)],
+    [*(7 + i % 90 for i in range(140)), 3],
+)
+
+
+def _run_mixed(llm, at, do):
+    """What becomes of the three; `do` runs at a call of the step with all of them."""
+    from vllm import SamplingParams
+
+    assert llm.reset_prefix_cache()
+    engine, fleet = llm.llm_engine, worker_of(llm).fleet
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0)
+    finished = {}
+
+    def step():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output.outputs[0]
+
+    engine.add_request("0", {"prompt_token_ids": FIRST}, sampling)
+    for _ in range(3):
+        step()
+    for i, prompt in enumerate((SECOND, THIRD)):
+        engine.add_request(str(i + 1), {"prompt_token_ids": prompt}, sampling)
+    runner_of(llm).attach_ducks(_Interrupting(fleet, at, do))
+    while engine.has_unfinished_requests():
+        step()
+    runner_of(llm).attach_ducks(fleet)
+    return finished
+
+
+def _abort(llm, req_id):
+    """As a client that disconnects while the engine's process waits for a duck."""
+    engine = llm.llm_engine
+    ids = engine.output_processor.abort_requests([req_id], internal=False)
+    engine.engine_core.engine_core.aborts_queue.put(ids)
+
+
+def _lose():
+    raise DuckUnavailable("duck a:1 has been lost for 60.0 s")
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """What each of the three says when nothing happens."""
+    assert llm.reset_prefix_cache()
+    said = _ask(llm, [FIRST, SECOND, THIRD], temperature=0.0)
+    return [list(each.token_ids) for each in said]
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_failed_step_ends_what_decodes_and_what_is_in_its_prompt(
+    llm, alone, overlaps, at
+):
+    with lanes_are(overlaps, llm):
+        finished = _run_mixed(llm, at, _lose)
+        assert {each.finish_reason for each in finished.values()} == {"error"}
+        assert len(finished) == 3
+        said = list(finished["0"].token_ids)
+        assert said
+        assert said == alone[0][: len(said)]
+        again = _ask(llm, [FIRST, SECOND, THIRD], temperature=0.0)
+    assert [list(each.token_ids) for each in again] == alone
+
+
+@pytest.mark.parametrize("aborted", ["0", "1"])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_request_aborted_while_its_step_waits_leaves_no_block_behind(
+    llm, alone, aborted, fails
+):
+    """In its prompt or decoding, in a step that fails or that recovers."""
+
+    def abort():
+        _abort(llm, aborted)
+        if fails:
+            _lose()
+
+    finished = _run_mixed(llm, 2, abort)
+    others = {"0", "1", "2"} - {aborted}
+    for req_id in others:
+        each = finished[req_id]
+        if fails:
+            assert each.finish_reason == "error"
+        else:
+            assert list(each.token_ids) == alone[int(req_id)]
+    again = _ask(llm, [THIRD, SECOND, FIRST], temperature=0.0)
+    assert [list(each.token_ids) for each in again] == alone[::-1]

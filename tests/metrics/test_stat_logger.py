@@ -13,7 +13,7 @@ from testing.waiting import wait_until
 from vllm_duck.config import HAND_OVER_KEY, HandOver
 from vllm_duck.cpu_worker import CpuDuckWorker
 from vllm_duck.metrics import stat_logger
-from vllm_duck.metrics.figures import FiguresFile, FiguresWriter, temporary_file
+from vllm_duck.metrics.figures import FiguresFile, FiguresWriter, temporary_folder
 from vllm_duck.metrics.stat_logger import DuckStatLogger
 from vllm_duck.spec_decode.lanes.times import Overlap
 
@@ -34,6 +34,8 @@ STEPS = {
             "rtt_us": 200.0,
             "compute_us": 150.0,
             "queue_us": 10.0,
+            "rtt_p99_us": 900.0,
+            "is_slow": True,
         }
     ],
 }
@@ -49,12 +51,12 @@ DRAFTS = {
 
 @pytest.fixture
 def path():
-    return temporary_file()
+    return f"{temporary_folder()}/figures.json"
 
 
 @pytest.fixture
 def duck_logger(path):
-    hand_over = HandOver(kv_dtype="fp8", figures_file=str(path))
+    hand_over = HandOver(kv_dtype="fp8", figures_file=str(path), health_file="")
     settings = {"duck": {}, HAND_OVER_KEY: asdict(hand_over)}
     before = set(REGISTRY._collector_to_names)
     yield DuckStatLogger(SimpleNamespace(additional_config=settings))
@@ -71,6 +73,8 @@ def test_metrics_show_what_the_worker_wrote(path, duck_logger):
     assert 'vllm_duck:serial_steps_total{reason="one token"} 3.0' in text
     assert 'vllm_duck:duck_calls_total{duck="unix:/a"} 40.0' in text
     assert 'vllm_duck:duck_compute_seconds{duck="unix:/a"} 0.00015' in text
+    assert 'vllm_duck:duck_round_trip_p99_seconds{duck="unix:/a"} 0.0009' in text
+    assert 'vllm_duck:duck_is_slow{duck="unix:/a"} 1.0' in text
 
 
 def test_metrics_show_drafts_by_depth(path, duck_logger):

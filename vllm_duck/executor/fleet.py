@@ -6,7 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from vllm_duck.config import DEFAULT_DEADLINE_S, TransportName
-from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
+from vllm_duck.errors import (
+    DuckConfigError,
+    DuckProtocolError,
+    DuckTransportError,
+    DuckUnavailable,
+)
 from vllm_duck.executor.duck import (
     PROTOCOL_VERSION,
     REQUANTIZED_FORMATS,
@@ -24,6 +29,7 @@ from vllm_duck.executor.grpcio.describer import GrpcDescriber
 from vllm_duck.executor.transports import choose_transport
 from vllm_duck.executor.weights.plan import check_tiling
 from vllm_duck.executor.wire.identity import identity_of
+from vllm_duck.executor.wire.recovery import Watcher
 from vllm_duck.executor.wire.security import ClientSecurity
 
 _CONNECT_POLL_S = 0.2
@@ -33,13 +39,20 @@ class Fleet:
     """The ducks that together hold the model, in duck order."""
 
     def __init__(
-        self, describers: Sequence[Describer], fan_out: FanOut, *, transport: str = ""
+        self,
+        describers: Sequence[Describer],
+        identities: Sequence[str],
+        fan_out: FanOut,
+        *,
+        transport: str = "",
     ) -> None:
-        """Both of the same ducks, in the same order.
+        """All of the same ducks, in the same order.
 
+        identities: as identity_of() says them.
         transport: what a log says of the fan-out.
         """
         self._describers = tuple(describers)
+        self._identities = tuple(identities)
         self._fan_out = fan_out
         self.transport = transport
 
@@ -55,6 +68,7 @@ class Fleet:
         security: ClientSecurity | None = None,
         transport: TransportName = "auto",
         recover_s: float = 0.0,
+        watcher: Watcher | None = None,
     ) -> "Fleet":
         """Connect to every duck and check that together they are the model.
 
@@ -63,6 +77,7 @@ class Fleet:
 
         connect_s: how long to wait for ducks that are not up yet.
         recover_s: how long a lost duck is waited for, later; 0 fails its calls at once.
+        watcher: hears of ducks that are lost, and back.
 
         Raises:
             DuckConfigError: the ducks do not tile the model, or are of another one, or
@@ -76,15 +91,17 @@ class Fleet:
             for endpoint in endpoints
         ]
         infos = check_ducks(describers, expect, connect_s=connect_s)
+        identities = [identity_of(info) for info in infos]
         fan_out = choice.transport.connect(
             endpoints,
-            identities=[identity_of(info) for info in infos],
+            identities=identities,
             deadline_s=deadline_s,
             reply_dtype=reply_dtype,
             security=security,
             recover_s=recover_s,
+            watcher=watcher,
         )
-        return cls(describers, fan_out, transport=choice.reason)
+        return cls(describers, identities, fan_out, transport=choice.reason)
 
     def describe(self) -> list[DuckInfo]:
         """Ask every duck, all at once, what it holds now.
@@ -93,6 +110,21 @@ class Fleet:
             DuckTransportError: the first duck in order that does not answer well.
         """
         return _describe_all(self._describers, connect_s=0.0)
+
+    def missing(self, deadline_s: float) -> dict[str, str]:
+        """Ask every duck, all at once, whether it is there: who is not, and why."""
+
+        def problem_of(duck: Describer, identity: str) -> str:
+            try:
+                duck.check(identity, deadline_s)
+            except DuckTransportError as error:
+                return str(error).removeprefix(f"duck {duck.name} ")
+            return ""
+
+        with ThreadPoolExecutor(len(self._describers), "duck-check") as pool:
+            found = pool.map(problem_of, self._describers, self._identities)
+            named = zip(self._describers, found, strict=True)
+            return {duck.name: problem for duck, problem in named if problem}
 
     def send(self, request: MoeRequest) -> InFlight[MoeSum]:
         """Send one request to all ducks and return at once; several may be in flight.

@@ -22,13 +22,13 @@ _INTERVAL_S = 0.5
 logger = logging.getLogger(__name__)
 
 
-def temporary_file() -> str:
-    """A path in a directory that goes away with this process."""
+def temporary_folder() -> str:
+    """A directory that goes away with this process."""
     directory = temporary_directory("vllm-duck-figures-")
     # At exit vLLM ends its engine by a younger finalizer, which comes first: a worker
     # may write until then.
-    weakref.finalize(temporary_file, shutil.rmtree, directory, ignore_errors=True)
-    return f"{directory}/figures.json"
+    weakref.finalize(temporary_folder, shutil.rmtree, directory, ignore_errors=True)
+    return str(directory)
 
 
 class FiguresFile:

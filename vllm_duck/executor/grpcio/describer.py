@@ -13,13 +13,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from vllm_duck.config import DEFAULT_DEADLINE_S
 from vllm_duck.endpoints import join_replicas, replicas_of
-from vllm_duck.errors import DuckConfigError, DuckTimeout, DuckUnavailable
+from vllm_duck.errors import (
+    DuckConfigError,
+    DuckProtocolError,
+    DuckTimeout,
+    DuckTransportError,
+    DuckUnavailable,
+)
 from vllm_duck.executor.duck import DuckInfo
 from vllm_duck.executor.grpcio.channel import open_channel, token_metadata
 from vllm_duck.executor.system.cpus import allowed_cpus, run_on_cpus
 from vllm_duck.executor.wire.codec import DESCRIBE_REQUEST, decode_info
 from vllm_duck.executor.wire.errors import error_of_rpc
-from vllm_duck.executor.wire.identity import identity_of
+from vllm_duck.executor.wire.identity import identity_of, mismatch
 from vllm_duck.executor.wire.limits import DESCRIBE_METHOD, SERVICE
 from vllm_duck.executor.wire.security import ClientSecurity
 
@@ -55,7 +61,7 @@ class GrpcDescriber:
         found: dict[str, DuckInfo] = {}
         for endpoint in self._replicas:
             try:
-                found[endpoint] = self._describe(endpoint)
+                found[endpoint] = self._describe(endpoint, self._deadline_s)
             except (DuckUnavailable, DuckTimeout) as error:
                 if endpoint == self._replicas[-1] and not found:
                     raise
@@ -71,12 +77,28 @@ class GrpcDescriber:
                 )
         return info
 
-    def _describe(self, endpoint: str) -> DuckInfo:
+    def check(self, identity: str, deadline_s: float) -> None:
+        """Ask whether the duck of this identity is there; of replicas, one is enough.
+
+        Raises:
+            DuckTransportError: it does not answer, or another duck does.
+        """
+        for endpoint in self._replicas:
+            try:
+                got = identity_of(self._describe(endpoint, deadline_s))
+                if got == identity:
+                    return
+                raise DuckProtocolError(f"duck {endpoint} {mismatch(identity, got)}")
+            except DuckTransportError:
+                if endpoint == self._replicas[-1]:
+                    raise
+
+    def _describe(self, endpoint: str, deadline_s: float) -> DuckInfo:
         try:
             with self._new_channel(endpoint) as channel:
                 message = channel.unary_unary(DESCRIBE_METHOD)(
                     DESCRIBE_REQUEST,
-                    timeout=self._deadline_s,
+                    timeout=deadline_s,
                     metadata=token_metadata(self._security),
                 )
         except grpc.RpcError as error:
