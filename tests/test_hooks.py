@@ -87,6 +87,33 @@ def test_only_duck_s_speculation_allows_what_stock_vllm_lacks(option):
         params._validate_spec_decode(_speculation())
 
 
+def test_only_duck_s_own_scheduler_is_taken_without_a_warning(monkeypatch):
+    from vllm.config import SchedulerConfig
+    from vllm.config import scheduler as config_scheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vllm_duck.limits import SCHEDULER_CLASS
+    from vllm_duck.scheduler import DuckScheduler
+
+    hooks.install_hooks()
+    warnings = []
+    monkeypatch.setattr(
+        config_scheduler.logger, "warning_once", lambda *args: warnings.append(args)
+    )
+
+    def taken(name):
+        config = SchedulerConfig.default_factory(scheduler_cls=name)
+        return config.get_scheduler_cls()
+
+    assert taken(SCHEDULER_CLASS) is DuckScheduler
+    assert not warnings
+    of_another = f"{Scheduler.__module__}.{Scheduler.__qualname__}"
+    assert taken(of_another) is Scheduler
+    monkeypatch.setattr(config_scheduler, "resolve_obj_by_qualname", lambda name: name)
+    assert taken("somebody.s.Scheduler") == "somebody.s.Scheduler"
+    assert len(warnings) == 1
+
+
 def test_the_runner_is_swapped_only_while_a_worker_builds_it():
     from vllm.v1.worker import cpu_worker, gpu_model_runner
 

@@ -153,6 +153,19 @@ def _keep_chunks_and_prefixes(original: Callable[..., Any]) -> Callable[..., Any
     return check_and_update_config
 
 
+def _take_duck_s_scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_scheduler_cls(self: Any) -> Any:
+        from vllm_duck.limits import SCHEDULER_CLASS
+
+        if self.scheduler_cls != SCHEDULER_CLASS:
+            return original(self)
+        from vllm_duck.scheduler import DuckScheduler
+
+        return DuckScheduler
+
+    return get_scheduler_cls
+
+
 def _allow_every_option(original: Callable[..., Any]) -> Callable[..., Any]:
     def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
         from vllm_duck import setup_engine
@@ -323,6 +336,14 @@ HOOKS = (
         "without AMX, since its own kernel lacks them; duck's attention has both",
         remove_when="the platform asks the attention backend what it supports",
         make=_keep_chunks_and_prefixes,
+    ),
+    Hook(
+        target="vllm.config.scheduler.SchedulerConfig.get_scheduler_cls",
+        parameters=("self",),
+        why="vLLM warns of every scheduler but its own that it may not fit, at each "
+        "start; that duck's does is checked by the ledger of vllm_seams",
+        remove_when="vLLM's scheduler interface is public",
+        make=_take_duck_s_scheduler,
     ),
     Hook(
         target="vllm.sampling_params.SamplingParams._validate_spec_decode",
