@@ -149,10 +149,15 @@ def test_a_request_s_own_acceptance_comes_with_its_answer(complete):
 
 
 @pytest.mark.last
-def test_sigterm_ends_the_server_in_order_with_a_request_in_flight(server, complete):
-    events = complete(stream=True, max_tokens=900, extra_body={"ignore_eos": True})
-    next(iter(events))
+def test_sigterm_ends_the_server_in_order_during_load(server, complete):
+    streams = [
+        complete(stream=True, max_tokens=900, extra_body={"ignore_eos": True})
+        for _ in range(4)
+    ]
+    for events in streams:
+        next(iter(events))
     server.process.terminate()
-    assert [e.choices[0].finish_reason for e in events][-1] == "abort"
+    for events in streams:
+        assert [e.choices[0].finish_reason for e in events][-1] == "abort"
     assert server.process.wait(WAIT_S) == 0
     server.assert_calm()
