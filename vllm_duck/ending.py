@@ -1,8 +1,17 @@
 """The end of an engine: its processes first, then what waits for them."""
 
 import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
 from typing import Any
 from weakref import WeakKeyDictionary
+
+# For what a SIGTERM ends in order, where nobody waits for it.
+_ORPHAN_S = 10.0
 
 # Whether an engine was dead already when its end was asked for.
 _was_dead: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -42,3 +51,22 @@ def stop_in_order(engine: Any) -> None:
 def has_died(engine: Any) -> bool:
     """Whether an engine that has ended did so before it was asked to."""
     return _was_dead.get(engine, False)
+
+
+def end_with_parent() -> None:
+    """End this process of `multiprocessing` in order when its parent has been killed.
+
+    vLLM's engine would run on, with its worker and the ducks. By SIGTERM, which also
+    ends a step that waits for a duck; without that after a while.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="duck-parent", daemon=True).start()

@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm_duck import engine_environ
 from vllm_duck.config import VARIABLES, is_duck_engine
-from vllm_duck.ending import stop_in_order
+from vllm_duck.ending import end_with_parent, stop_in_order
 from vllm_duck.errors import DuckError
 from vllm_duck.hook import Hook, find, wrapped
 from vllm_duck.server_hooks import SERVER_HOOKS
@@ -205,6 +205,7 @@ def _leave_ctrl_c_to_the_server(original: Callable[..., Any]) -> Callable[..., A
     def run_busy_loop(self: Any) -> None:
         if is_duck_engine(self.vllm_config):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            end_with_parent()
         original(self)
 
     return run_busy_loop
@@ -388,8 +389,10 @@ HOOKS = (
         target="vllm.v1.engine.core.EngineCoreProc.run_busy_loop",
         parameters=("self",),
         why="a Ctrl-C reaches every process of a terminal: the engine starts to end, "
-        "and the SIGTERM with which the server asks for that kills it halfway",
-        remove_when="an engine that is ending survives a second signal",
+        "and the SIGTERM with which the server asks for that kills it halfway; and an "
+        "engine whose server was killed runs on",
+        remove_when="an engine that is ending survives a second signal, and one that "
+        "has lost its server ends",
         make=_leave_ctrl_c_to_the_server,
     ),
 )

@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_duck.config import DuckConfig, HandOver
+from vllm_duck.ending import end_with_parent
 from vllm_duck.errors import DuckTransportError
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.serve.local import LocalDucks
@@ -67,6 +68,8 @@ class DuckWorker(Worker):
             # A Ctrl-C reaches every process of the terminal. The engine asks its
             # worker to end, and takes one that ends by itself for a crash.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # vLLM's own watch does not end a step that waits for a duck.
+            end_with_parent()
         with using_all_logits_processors():
             super().init_device()
 
