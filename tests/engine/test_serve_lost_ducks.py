@@ -92,7 +92,7 @@ def client(server) -> OpenAI:
 
 
 def _ask(client, **request):
-    defaults = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0}
+    defaults = {"prompt": PROMPT, "max_tokens": 150, "temperature": 0}
     return client.completions.create(
         model="tiny", **{**defaults, **request}, extra_body={"ignore_eos": True}
     )
