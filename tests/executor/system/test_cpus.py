@@ -87,9 +87,7 @@ def test_local_ducks_share_out_the_quota(
     tmp_path, bf16_checkpoint, large_machine, monkeypatch
 ):
     flags = []
-    monkeypatch.setattr(
-        local, "_spawn", lambda source, endpoint, more: flags.append(more)
-    )
+    monkeypatch.setattr(local, "_spawn", flags.append)
     monkeypatch.setattr(local, "_wait_ready", lambda *args: None)
     local.LocalDucks.start(bf16_checkpoint.model_dir, num_ducks=2, cpus=range(64))
     assert ["--threads=1" in each for each in flags] == [True, True]
