@@ -26,16 +26,16 @@ def test_a_depth_counts_only_behind_accepted_drafts():
 
 def test_at_first_drafts_are_trusted_and_one_failure_changes_little():
     rates = AcceptanceRates(2)
-    assert rates.chances(["a"]).tolist() == [[1.0, 1.0]]
+    assert rates.chances(["a"]) == [[1.0, 1.0]]
     observe(rates, [0], 2)
-    assert rates.chances(["a"]).min() > 0.7
+    assert min(rates.chances(["a"])[0]) > 0.7
 
 
 def test_a_new_request_expects_what_is_typical():
     rates = AcceptanceRates(1)
     observe(rates, [0] * 100, 1)
     rates.forget("a")
-    assert rates.chances(["b"]) < 0.1
+    assert rates.chances(["b"])[0][0] < 0.1
 
 
 def test_requests_that_differ_by_luck_are_alike():
@@ -45,10 +45,10 @@ def test_requests_that_differ_by_luck_are_alike():
     for _ in range(100):
         for req_id in req_ids:
             rates.observe(req_id, 1, int(rng.random() < 0.8))
-    chances = rates.chances(req_ids)
-    assert chances.max() - chances.min() < 0.05
+    chances = [first for (first,) in rates.chances(req_ids)]
+    assert max(chances) - min(chances) < 0.05
     observe(rates, [0] * 60, 1, req_id="0")
-    assert rates.chances(req_ids)[0] < 0.2
+    assert rates.chances(req_ids)[0][0] < 0.2
 
 
 def choose(rates, num_drafts, times):
@@ -60,13 +60,13 @@ def test_after_some_tokens_a_request_is_trusted_with_one_more_draft():
     rates = AcceptanceRates(3)
     observe(rates, [1] * 100, 3)
     choose(rates, 1, RETRY_AFTER_TOKENS - 1)
-    assert rates.chances(["a"])[0, 1] < 0.1
+    assert rates.chances(["a"])[0][1] < 0.1
     choose(rates, 1, 1)
     first, second, third = rates.chances(["a"])[0]
     assert second == first
     assert third < second
     choose(rates, 2, NUM_RETRIES)
-    assert rates.chances(["a"])[0, 1] < 0.1
+    assert rates.chances(["a"])[0][1] < 0.1
 
 
 def test_a_request_keeps_the_trust_until_it_drafts():
@@ -76,4 +76,4 @@ def test_a_request_keeps_the_trust_until_it_drafts():
     choose(rates, 0, 10 * RETRY_AFTER_TOKENS)
     assert rates.chances(["a"]) == [[1.0]]
     choose(rates, 1, NUM_RETRIES)
-    assert rates.chances(["a"]) < 0.1
+    assert rates.chances(["a"])[0][0] < 0.1

@@ -6,9 +6,8 @@ first j drafts are all accepted is the product of j rates.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from itertools import accumulate
+from operator import mul
 
 # How fast a request's rates follow its latest drafts, and the mean over all requests.
 _WEIGHT = 1 / 16
@@ -22,8 +21,6 @@ _LUCK = 0.13
 # so many steps.
 RETRY_AFTER_TOKENS = 128
 NUM_RETRIES = 8
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -66,22 +63,23 @@ class AcceptanceRates:
             request.rates[depth].observe(is_accepted, _WEIGHT)
             self._typical[depth].observe(is_accepted, _TYPICAL_WEIGHT)
 
-    def chances(self, req_ids: Sequence[str]) -> Floats:
-        """That the first j drafts are all accepted, [B, K] for j from 1 to K.
+    def chances(self, req_ids: Sequence[str]) -> list[list[float]]:
+        """That the first j drafts are all accepted, [B][K] for j from 1 to K.
 
         Requests that differ by luck alone are taken for alike. One that is trusted with
         a draft is taken to have it accepted.
         """
         requests = [self._request(req_id) for req_id in req_ids]
-        rates = np.array([[rate.value for rate in r.rates] for r in requests])
-        chances = rates.cumprod(1)
+        chances = [
+            list(accumulate((rate.value for rate in request.rates), mul))
+            for request in requests
+        ]
         if len(requests) > 1:
-            mean = chances.mean(0)
-            chances -= (chances - mean).clip(-_LUCK, _LUCK)
-        for i, request in enumerate(requests):
+            _take_luck(chances)
+        for of_request, request in zip(chances, requests, strict=True):
             if request.num_trusted:
                 depth = request.trusted_depth
-                chances[i, depth] = chances[i, depth - 1] if depth else 1.0
+                of_request[depth] = of_request[depth - 1] if depth else 1.0
         return chances
 
     def note_choice(self, req_id: str, num_drafts: int) -> None:
@@ -113,3 +111,12 @@ class AcceptanceRates:
 
     def _prior(self) -> list[_Rate]:
         return [_Rate(rate.value, rate.num_seen) for rate in self._typical]
+
+
+def _take_luck(chances: list[list[float]]) -> None:
+    """Move each chance by at most _LUCK to the mean of its depth."""
+    means = [sum(of_depth) / len(chances) for of_depth in zip(*chances, strict=True)]
+    for of_request in chances:
+        for depth, mean in enumerate(means):
+            off = of_request[depth] - mean
+            of_request[depth] -= min(max(off, -_LUCK), _LUCK)

@@ -10,9 +10,7 @@ docs/speculation.md.
 """
 
 from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from itertools import accumulate
 
 from vllm_duck.spec_decode.acceptance_rates import AcceptanceRates
 from vllm_duck.spec_decode.row_times import RowTimes
@@ -24,7 +22,8 @@ _HOPE = 1.05
 # contexts grow, ducks come and go.
 RETIME_AFTER = 256
 
-Floats = npt.NDArray[np.float64]
+# [B][K]: that the first drafts of a request are all accepted.
+Chances = list[list[float]]
 
 
 class DraftGate:
@@ -52,7 +51,7 @@ class DraftGate:
         if not req_ids:
             return []
         self._num_choices += 1
-        chances = _HOPE * self.rates.chances(req_ids)
+        chances = self.rates.chances(req_ids)
         trial = self._trial(chances)
         if trial is not None:
             counts = [trial] * len(req_ids)
@@ -82,7 +81,7 @@ class DraftGate:
     def forget(self, req_id: str) -> None:
         self.rates.forget(req_id)
 
-    def _trial(self, chances: Floats) -> int | None:
+    def _trial(self, chances: Chances) -> int | None:
         """The number of drafts that all requests should have to be timed, if any."""
         num_reqs = len(chances)
         rows = range(num_reqs, num_reqs * (self.num_drafts + 2), num_reqs)
@@ -95,18 +94,34 @@ class DraftGate:
         return count
 
     def _untimed(
-        self, chances: Floats, rows: Sequence[int], is_known: Sequence[bool]
+        self, chances: Chances, rows: Sequence[int], is_known: Sequence[bool]
     ) -> int | None:
         """The least number that could pay if the rows that it adds took no time."""
-        num_reqs, counts = len(chances), np.arange(self.num_drafts + 1)
-        tokens = num_reqs + np.append(0.0, chances.sum(0).cumsum())
-        # All requests draft at every depth, or none does.
-        drafting = num_reqs * (counts[:, None] > np.arange(self.num_drafts))
-        rate = tokens / self._seconds(np.array(rows), drafting)
-        could_pay = rate > rate[np.array(is_known)].max(initial=0.0)
-        return next(
-            (k for k in counts.tolist() if could_pay[k] and not is_known[k]), None
+        rates = self._rates_of_all(chances, rows)
+        best_known = max(
+            (rate for rate, known in zip(rates, is_known, strict=True) if known),
+            default=0.0,
         )
+        return next(
+            (
+                count
+                for count, rate in enumerate(rates)
+                if not is_known[count] and rate > best_known
+            ),
+            None,
+        )
+
+    def _rates_of_all(self, chances: Chances, rows: Sequence[int]) -> list[float]:
+        """Tokens a second if all requests have 0, 1, ... K drafts."""
+        num_reqs = len(chances)
+        more = [_HOPE * sum(of_depth) for of_depth in zip(*chances, strict=True)]
+        rates, drafting = [], [0] * self.num_drafts
+        for count, tokens in enumerate(accumulate(more, initial=float(num_reqs))):
+            if count:
+                drafting[count - 1] = num_reqs
+            passes_s = [self._pass_s(*each) for each in enumerate(drafting)]
+            rates.append(tokens / self._seconds(rows[count], passes_s))
+        return rates
 
     def _retime(self, rows: Sequence[int], is_known: Sequence[bool]) -> int | None:
         """The number whose turn it is to be timed again."""
@@ -117,32 +132,36 @@ class DraftGate:
             self._retimed = None
         return self._retimed
 
-    def _best(self, chances: Floats) -> list[int]:
+    def _best(self, chances: Chances) -> list[int]:
         """The drafts that bring most tokens a second, likeliest ones first."""
         num_reqs = len(chances)
-        by_depth = chances.T.ravel()
         # Equal ones by depth, so that no draft comes before the one in front of it.
-        order = np.argsort(-by_depth, kind="stable")
-        tokens = num_reqs + np.append(0.0, by_depth[order].cumsum())
-        rows = np.arange(num_reqs, num_reqs + len(tokens))
-        depths = order // num_reqs
-        is_at = depths[:, None] == np.arange(self.num_drafts)
-        drafting = np.zeros((len(tokens), self.num_drafts), np.int64)
-        is_at.cumsum(0, out=drafting[1:])
-        rate = tokens / self._seconds(rows, drafting)
-        taken = order[: int(rate.argmax())] % num_reqs
-        return [int(n) for n in np.bincount(taken, minlength=num_reqs)]
-
-    def _seconds(
-        self, rows: npt.NDArray[np.int64], drafting: npt.NDArray[np.int64]
-    ) -> Floats:
-        """Of steps with rows [n], in which so many requests draft at depths [n, K]."""
-        seconds = self.step_times.seconds(rows) + self.first_times.seconds(
-            drafting[:, 0]
+        order = sorted(
+            (-chance, depth, i)
+            for i, of_request in enumerate(chances)
+            for depth, chance in enumerate(of_request)
         )
-        deeper = drafting[:, 1:]
-        if deeper.size:
-            passes = self.deeper_times.seconds(deeper)
-            seconds += np.where(deeper > 0, passes, 0.0).sum(1)
-        # Before anything was measured, the tokens alone count.
-        return np.maximum(seconds, 1e-9)
+        drafting, tokens = [0] * self.num_drafts, float(num_reqs)
+        passes_s = [self._pass_s(*each) for each in enumerate(drafting)]
+        best_rate, num_best = tokens / self._seconds(num_reqs, passes_s), 0
+        for num_drafts, (minus_chance, depth, _) in enumerate(order, 1):
+            tokens -= _HOPE * minus_chance
+            drafting[depth] += 1
+            passes_s[depth] = self._pass_s(depth, drafting[depth])
+            rate = tokens / self._seconds(num_reqs + num_drafts, passes_s)
+            if rate > best_rate:
+                best_rate, num_best = rate, num_drafts
+        counts = [0] * num_reqs
+        for _, _, i in order[:num_best]:
+            counts[i] += 1
+        return counts
+
+    def _pass_s(self, depth: int, num_drafting: int) -> float:
+        """Seconds of the MTP layer's run at a depth in which so many requests draft."""
+        if depth == 0:
+            return self.first_times.seconds(num_drafting)
+        return self.deeper_times.seconds(num_drafting) if num_drafting else 0.0
+
+    def _seconds(self, num_rows: int, passes_s: Sequence[float]) -> float:
+        """Of a step. Before anything was measured, the tokens alone count."""
+        return max(self.step_times.seconds(num_rows) + sum(passes_s), 1e-9)

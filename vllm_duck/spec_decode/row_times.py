@@ -1,12 +1,8 @@
 """How long something takes by its number of rows, measured while serving."""
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
 
 # Measurements kept of a number of rows; the latest ones.
 _NUM_KEPT = 9
@@ -41,7 +37,8 @@ class RowTimes:
     def __init__(self) -> None:
         self._measured: dict[int, _Measured] = {}
         self._points: dict[int, tuple[float, float]] = {}
-        self._line: tuple[Floats, Floats] | None = None
+        # The points by rows, once somebody asks.
+        self._line: tuple[list[float], list[float]] | None = None
 
     def observe(self, num_rows: int, seconds: float) -> None:
         key = _size_class(num_rows)
@@ -67,14 +64,19 @@ class RowTimes:
         """Measure so many rows anew; until then the old figure holds."""
         self._measured.pop(_size_class(num_rows), None)
 
-    def seconds(self, num_rows: npt.NDArray[np.int64]) -> Floats:
-        """For each number of rows; 0 where nothing was measured."""
-        if not self._points:
-            return np.zeros(num_rows.shape)
+    def seconds(self, num_rows: int) -> float:
+        """Of so many rows; 0 where nothing was measured."""
         if self._line is None:
-            rows, seconds = zip(*sorted(self._points.values()), strict=True)
-            self._line = np.array(rows), np.array(seconds)
-        return np.interp(num_rows, *self._line)
+            points = sorted(self._points.values())
+            self._line = [rows for rows, _ in points], [s for _, s in points]
+        rows, seconds = self._line
+        if not rows:
+            return 0.0
+        at = bisect_left(rows, num_rows)
+        if at in (0, len(rows)):
+            return seconds[min(at, len(rows) - 1)]
+        share = (num_rows - rows[at - 1]) / (rows[at] - rows[at - 1])
+        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
 
 def _size_class(num_rows: int) -> int:
