@@ -31,6 +31,11 @@ class Server:
         host, _, port = self.base_url.removeprefix("http://").rpartition(":")
         return host, int(port)
 
+    def interrupt(self) -> int:
+        """What Ctrl-C in a terminal does; returns the exit code."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.process.wait(WAIT_S)
+
     def assert_calm(self) -> None:
         """Nothing in the log would alarm a user who has stopped the server."""
         log = self.log.read_text()
