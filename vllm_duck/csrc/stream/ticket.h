@@ -38,7 +38,7 @@ struct Failure {
 
 struct Slot {
   bool is_done = false;
-  int num_losses = 0;  // connections that broke before the answer came
+  int num_losses = 0;           // connections that broke before the answer came
   Clock::time_point sent_at{};  // for the last time
   Clock::time_point deadline{};
   Message message;
