@@ -41,6 +41,9 @@ def stop_in_order(engine: Any) -> None:
     stop = manager.shutdown
 
     def stop_then_cancel(timeout: float | None = None) -> None:
+        # vLLM's monitor calls it too, while requests still have time to end.
+        if not manager._finalizer.alive:
+            return
         stop(timeout or envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)
         if engine.output_handler is not None:
             cancel_task_threadsafe(engine.output_handler)

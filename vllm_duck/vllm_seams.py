@@ -26,6 +26,7 @@ _THINKING = "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder."
 _NO_RUNNER_SEAM = "vLLM takes a proposer and a verifier as plugins"
 _NO_FAILED_STEP = "vLLM's scheduler lives on after a step that failed"
 _NO_SAMPLER_VIEW = "vLLM's sampler hands out the distribution it drew from"
+_ORDERLY_END = "vLLM stops reading outputs after its engine has ended"
 
 SEAMS = (
     Seam(
@@ -357,6 +358,30 @@ SEAMS = (
         use="read",
         why="whether the loader is registered already",
         remove_when="register_model_loader may be called twice in silence",
+    ),
+    Seam(
+        target="vllm.v1.engine.utils:CoreEngineProcManager._finalizer",
+        use="read",
+        why="who stops the engine first, the server or vLLM's monitor",
+        remove_when=_ORDERLY_END,
+    ),
+    Seam(
+        target="vllm.v1.engine.core_client:BackgroundResources.engine_manager",
+        use="read",
+        why="is stopped before its outputs are no longer read",
+        remove_when=_ORDERLY_END,
+    ),
+    Seam(
+        target="vllm.v1.engine.core_client:BackgroundResources.engine_dead",
+        use="read",
+        why="whether the engine died before its end was asked for",
+        remove_when=_ORDERLY_END,
+    ),
+    Seam(
+        target="vllm.v1.engine.async_llm:AsyncLLM.output_handler",
+        use="read",
+        why="the task that reads the outputs",
+        remove_when=_ORDERLY_END,
     ),
 )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from testing.tool_calls import CALL, CHAT_FLAGS, call_at_once, call_in_pieces
 from testing.vllm_server import Server, marked_processes, running_server
-from testing.waiting import wait_until
+from testing.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -30,6 +31,7 @@ def server(tiny_model, tmp_path_factory, hostile_directory) -> Iterator[Server]:
         tmp_path_factory.mktemp("serve") / "log",
         *("--additional-config", '{"duck": {"local_ducks": 2}}'),
         *CHAT_FLAGS,
+        *("--shutdown-timeout", str(int(WAIT_S))),
         directory=hostile_directory,
         # vLLM remembers there what it learns about models.
         environment={"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))},
@@ -122,7 +124,21 @@ def test_ducks_run_beside_the_server(server):
 
 
 @pytest.mark.last
-def test_ctrl_c_ends_everything_with_exit_code_0(server):
-    assert server.interrupt() == 0, server.log.read_text()[-3000:]
+def test_ctrl_c_ends_everything_with_exit_code_0_when_requests_have_ended(
+    server, client
+):
+    events = client.completions.create(
+        model="tiny",
+        prompt=PROMPTS[0],
+        max_tokens=200,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(iter(events))
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(list, events)
+        exit_code = server.interrupt()
+    assert rest.result()[-1].choices[0].finish_reason == "length"
+    assert exit_code == 0, server.log.read_text()[-3000:]
     wait_until(lambda: not marked_processes(server.mark))
     server.assert_calm()
