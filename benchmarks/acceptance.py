@@ -10,6 +10,8 @@ the newest row alone, `bf16 MTP cache` keeps its history unquantised, `unverifie
 leaves in its history what a rejected draft would have put there. The peer is stock
 vLLM's `mtp` on the same weights as a dense DeepSeek-V3; its text differs in places, so
 `same answers` counts the answers, given one at a time, that both say alike.
+
+`depth j` is how often the first j of five drafts are all accepted, at temperature 0.
 """
 
 import itertools
@@ -25,6 +27,7 @@ from testing.engines import in_fresh_process, start_engine
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 NUM_TOKENS, NUM_TOKENS_QUICK = 2400, 500
+NUM_DRAFTS = 5
 MAX_TOKENS = 300
 BATCH_SIZE = 8
 # Answers of each kind to compare with stock's one by one.
@@ -73,6 +76,11 @@ def run(quick: bool, model_dir: Path = MODEL_DIR) -> Iterator[Result]:
             target=f">= {TARGETS[kind]} %" if is_greedy else "",
         )
     yield _same_answers(our_answers, stock_answers)
+    chances = in_fresh_process(measure_depths, model_dir, prompts, num_tokens)
+    for kind, by_depth in chances.items():
+        for depth, chance in enumerate(by_depth, 1):
+            case = f"{kind} temperature 0 depth {depth}"
+            yield Result(case, "acceptance", 100 * chance, "%")
     for ablation in ABLATIONS:
         changed = measured(TEMPERATURES[:1], ablation)
         for kind in prompts:
@@ -156,16 +164,39 @@ def measure(
     }
 
 
+def measure_depths(
+    model_dir: Path, prompts: Prompts, num_tokens: int
+) -> dict[str, list[float]]:
+    """How often the first 1, 2, ... drafts are all accepted, by kind."""
+    from vllm_duck.spec_decode.draft_meter import DraftSums
+
+    llm = _start_ours(model_dir, num_drafts=NUM_DRAFTS)
+
+    def sums() -> DraftSums:
+        (figures,) = llm.collective_rpc("step_figures")
+        return DraftSums.from_figures(figures["drafts"])
+
+    chances = {}
+    for kind, group in prompts.items():
+        before = sums()
+        _acceptance(llm, group, 0.0, num_tokens)
+        chances[kind] = (sums() - before).chances
+    return chances
+
+
 def answer_each(model_dir: Path, asked: list[list[int]]) -> list[Answer]:
     """Our answers, one at a time."""
     return _answers(_start_ours(model_dir), asked)
 
 
-def _start_ours(model_dir: Path) -> Any:
+def _start_ours(model_dir: Path, *, num_drafts: int = 1) -> Any:
     return start_engine(
         model_dir,
         duck={"draft_gate": False},
-        speculative_config={"method": "duck_mtp1"},
+        speculative_config={
+            "method": "duck_mtp",
+            "num_speculative_tokens": num_drafts,
+        },
         enable_prefix_caching=False,
         disable_log_stats=False,
     )
@@ -270,13 +301,14 @@ def _only_the_newest_row(runner: Any) -> None:
 def _bf16_cache() -> None:
     """Build the MTP layer, and only it, with bf16 caches."""
     from vllm_duck.models import mtp
+    from vllm_duck.models.kv_cache import LayerCaches
 
-    build = mtp.CpuLayer
+    class Bf16Caches(LayerCaches):
+        @classmethod
+        def of(cls, dims: Any, kv_dtype: Any, prefix: str) -> LayerCaches:
+            return LayerCaches.of(dims, "bf16", prefix)
 
-    def build_bf16(dims: Any, layer_idx: int, kv_dtype: Any, prefix: str) -> Any:
-        return build(dims, layer_idx, "bf16", prefix)
-
-    mtp.CpuLayer = build_bf16
+    mtp.LayerCaches = Bf16Caches  # type: ignore[misc]
 
 
 def _keep_unverified_rows(runner: Any) -> None:
