@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Result, main, percentiles
-from benchmarks.kernel_peers import BatchedMatmul, FusedExperts, KtAvx2, KtBest, Peers
 from benchmarks.kernel_work import (
     ALL_CORES,
     HIDDEN,
@@ -31,6 +30,7 @@ from benchmarks.kernel_work import (
     bf16_rows,
     load_layer,
 )
+from benchmarks.peers.kernels import BatchedMatmul, FusedExperts, KtAvx2, KtBest, Peers
 from vllm_duck.executor.compute.kernel import MoeKernel, supported_isas
 
 PREFILL_EXPERTS = 256

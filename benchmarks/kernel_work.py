@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.read_memory import bytes_per_s
+from benchmarks.peers.read_memory import bytes_per_s
 from vllm_duck.executor.compute.kernel import (
     BLOCK,
     LayerWeights,

@@ -3,8 +3,8 @@
 One process is the host, pinned to one cpu as vLLM pins its worker; another, on the
 other cpus, has N ducks that send the hidden rows back at once. All three do the same
 job: one request to N ducks, N replies, their sum in float32. Raw TCP is C++ with epoll
-(raw_tcp.cpp), without HTTP/2, protobuf or checksums; grpcio is at both ends of its
-case. A call is one request to one duck; host CPU is that of the whole process.
+(peers/raw_tcp.cpp), without HTTP/2, protobuf or checksums; grpcio is at both ends of
+its case. A call is one request to one duck; host CPU is that of the whole process.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Result, main
-from benchmarks.raw_tcp import RawTcp, load
+from benchmarks.peers.raw_tcp import RawTcp, load
 from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.system.cpus import set_thread_cpus, thread_cpus

@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import Result
-from benchmarks.grpcio_echo import echoed
 from benchmarks.overlap.engine import (
     MTP1,
     NUM_TURNS,
@@ -15,6 +14,7 @@ from benchmarks.overlap.engine import (
     one_duck,
     one_duck_settings,
 )
+from benchmarks.peers.grpcio_echo import echoed
 from testing.engines import in_fresh_process
 from vllm_duck.executor.duck import FanOut
 from vllm_duck.executor.fleet import Fleet

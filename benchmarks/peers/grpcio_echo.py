@@ -32,7 +32,7 @@ def echoed(ducks: FanOut) -> Iterator[FanOut]:
     """`ducks` of this process, whose sums wait for an echo of the request's rows."""
     with tempfile.TemporaryDirectory(prefix="grpcio-echo-") as directory:
         endpoint = f"unix:{directory}/echo"
-        command = [sys.executable, "-m", "benchmarks.grpcio_echo", endpoint]
+        command = [sys.executable, "-m", "benchmarks.peers.grpcio_echo", endpoint]
         with running(command):
             fan_out = run_on_cpus(
                 lambda: _EchoedFanOut(ducks, endpoint), allowed_cpus()
