@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from testing import failing_memory as failing_memory_library
+from testing.memory import failing as failing_memory_library
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Nobody listens: tests must not wait for a usage report to fail.
@@ -110,5 +110,5 @@ def hostile_directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def failing_memory(tmp_path_factory) -> Path:
-    """The library of testing/failing_memory.py, compiled."""
+    """The library of testing/memory/failing.py, compiled."""
     return failing_memory_library.build(tmp_path_factory.mktemp("failing-memory"))

@@ -93,7 +93,7 @@ def test_only_duck_s_own_scheduler_is_taken_without_a_warning(monkeypatch):
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm_duck.limits import SCHEDULER_CLASS
-    from vllm_duck.scheduler import DuckScheduler
+    from vllm_duck.lost_ducks.scheduler import DuckScheduler
 
     hooks.install_hooks()
     warnings = []

@@ -13,7 +13,7 @@ from vllm.exceptions import GenerationError, RetryableRequestError
 
 from vllm_duck import ending, hook, hooks, server_hooks
 from vllm_duck.config import HAND_OVER_KEY, HandOver
-from vllm_duck.health import HealthBoard, health_file
+from vllm_duck.lost_ducks.health import HealthBoard, health_file
 from vllm_duck.server_hooks import SERVER_HOOKS
 
 REASON = "duck a:1 has been lost for 60.0 s"

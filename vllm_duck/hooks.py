@@ -159,7 +159,7 @@ def _take_duck_s_scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if self.scheduler_cls != SCHEDULER_CLASS:
             return original(self)
-        from vllm_duck.scheduler import DuckScheduler
+        from vllm_duck.lost_ducks.scheduler import DuckScheduler
 
         return DuckScheduler
 

@@ -17,7 +17,7 @@ from vllm_duck.errors import DuckConfigError
 from vllm_duck.models.platforms import PLATFORMS
 
 LOAD_FORMAT = "duck"
-SCHEDULER_CLASS = "vllm_duck.scheduler.DuckScheduler"
+SCHEDULER_CLASS = "vllm_duck.lost_ducks.scheduler.DuckScheduler"
 
 
 @dataclass(frozen=True)

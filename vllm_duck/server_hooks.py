@@ -11,8 +11,8 @@ from vllm.logger import init_logger
 
 from vllm_duck.config import HandOver, is_duck_engine
 from vllm_duck.ending import has_died
-from vllm_duck.health import Health, health_file
 from vllm_duck.hook import Hook
+from vllm_duck.lost_ducks.health import Health, health_file
 
 logger = init_logger(__name__)
 

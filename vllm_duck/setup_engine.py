@@ -28,7 +28,6 @@ from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.wire.security import ClientSecurity
 from vllm_duck.families import all_classes, all_families, family_of
 from vllm_duck.family import ModelFamily
-from vllm_duck.health import health_file
 from vllm_duck.hub import local_model
 from vllm_duck.limits import (
     LOAD_FORMAT,
@@ -37,11 +36,12 @@ from vllm_duck.limits import (
     check_config,
     one_of,
 )
+from vllm_duck.lost_ducks.health import health_file
+from vllm_duck.lost_ducks.step_limit import check_step_limit
 from vllm_duck.metrics import figures
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.platforms import host_platform
 from vllm_duck.spec_decode import method
-from vllm_duck.step_limit import check_step_limit
 
 _KV_DTYPES = {
     "auto": "fp8",

@@ -17,12 +17,12 @@ from vllm_duck.executor.slow import SlowLog
 from vllm_duck.executor.system.process import resident_bytes
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.wire.security import ClientSecurity
-from vllm_duck.health import HealthBoard, health_file
 from vllm_duck.hooks import using_all_logits_processors
-from vllm_duck.lookout import Lookout
+from vllm_duck.lost_ducks.health import HealthBoard, health_file
+from vllm_duck.lost_ducks.lookout import Lookout
+from vllm_duck.lost_ducks.scheduler import FailedStep
+from vllm_duck.lost_ducks.step_limit import step_wait_s
 from vllm_duck.metrics.figures import FiguresWriter
-from vllm_duck.scheduler import FailedStep
-from vllm_duck.step_limit import step_wait_s
 from vllm_duck.vllm_seams import check_seams
 
 logger = init_logger(__name__)

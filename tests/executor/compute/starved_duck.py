@@ -1,6 +1,6 @@
 """Lets each allocation of a duck's server threads fail in turn, or all from it on.
 
-Run by test_out_of_memory.py under the library of testing/failing_memory.py; prints what
+Run by test_out_of_memory.py under the library of testing/memory/failing.py; prints what
 the host was told each time.
 
     python -m tests.executor.compute.starved_duck NUM_ROWS LEAST_BYTES COUNT
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from testing.ducks.mini_model import WHOLE, make_mini_model, make_request
-from testing.failing_memory import OTHER_THREADS, failing, num_failures
+from testing.memory.failing import OTHER_THREADS, failing, num_failures
 from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckError
 from vllm_duck.executor.compute.kernel import MoeKernel

@@ -3,7 +3,7 @@
 import pytest
 
 from testing.ducks.wire_peers import needs_native
-from testing.failing_memory import ALL, run_module
+from testing.memory.failing import ALL, run_module
 
 pytestmark = needs_native
 

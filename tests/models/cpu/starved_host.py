@@ -1,12 +1,12 @@
 """Lets each large allocation of a linear fail in turn: in the caller, in its threads.
 
-Run by test_out_of_memory.py under the library of testing/failing_memory.py.
+Run by test_out_of_memory.py under the library of testing/memory/failing.py.
 """
 
 import torch
 
-from testing.failing_memory import MAIN_THREAD, OTHER_THREADS, failing, num_failures
 from testing.host_threads import using
+from testing.memory.failing import MAIN_THREAD, OTHER_THREADS, failing, num_failures
 from vllm_duck.models.cpu.linear import Linear
 from vllm_duck.models.cpu.packing import pack_modules
 

@@ -1,6 +1,6 @@
 """Scratch that cannot be had is a MemoryError of that call, in whichever thread."""
 
-from testing.failing_memory import run_module
+from testing.memory.failing import run_module
 
 
 def test_a_call_without_memory_raises_and_the_next_one_is_right(failing_memory):

@@ -6,7 +6,7 @@ import torch
 
 from testing.attention_pair import make_config, make_pair
 from testing.host_threads import using
-from testing.memory import most_new_bytes
+from testing.memory.usage import most_new_bytes
 from testing.paged_world import BLOCK_SIZE, PagedWorld, make_batch, run_attention
 from testing.torch_host import numpy_bits
 from vllm_duck.models.cpu.attention import SparseAttention

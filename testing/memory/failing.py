@@ -21,7 +21,7 @@ ALL = 1 << 40
 
 def build(directory: Path) -> Path:
     """Compile the library into the directory."""
-    library = directory / "failing_memory.so"
+    library = directory / "failing.so"
     compiled.build(Path(__file__).with_suffix(".cpp"), library)
     return library
 
@@ -32,7 +32,7 @@ def run_module(name: str, *arguments: str, library: Path) -> str:
         [sys.executable, "-m", name, *arguments],
         # Loaded later, the C++ runtime allocates when a thread first throws.
         env={**os.environ, "LD_PRELOAD": f"{library} libstdc++.so.6"},
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=WAIT_S,

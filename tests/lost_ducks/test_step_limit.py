@@ -5,7 +5,7 @@ from vllm import envs
 
 from vllm_duck.config import DuckConfig
 from vllm_duck.errors import DuckConfigError
-from vllm_duck.step_limit import check_step_limit, step_wait_s
+from vllm_duck.lost_ducks.step_limit import check_step_limit, step_wait_s
 
 TIMEOUT = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
 

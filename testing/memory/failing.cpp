@@ -17,7 +17,7 @@ void* __libc_memalign(size_t, size_t);
 
 namespace {
 
-// As in failing_memory.py.
+// As in failing.py.
 enum { kNowhere = 0, kMainThread = 1, kOtherThreads = 2 };
 
 std::atomic<int> place{kNowhere};

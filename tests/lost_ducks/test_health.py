@@ -6,8 +6,14 @@ from http import HTTPStatus
 import pytest
 
 from testing.waiting import WAIT_S, wait_until
-from vllm_duck.health import Health, HealthBoard, HealthFile, LostDuck, health_file
-from vllm_duck.lookout import Lookout
+from vllm_duck.lost_ducks.health import (
+    Health,
+    HealthBoard,
+    HealthFile,
+    LostDuck,
+    health_file,
+)
+from vllm_duck.lost_ducks.lookout import Lookout
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from vllm_duck.executor.system.cpus import allowed_cpus, run_on_cpus
-from vllm_duck.health import HealthBoard
+from vllm_duck.lost_ducks.health import HealthBoard
 
 _INTERVAL_S = 0.5
 

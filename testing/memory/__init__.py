@@ -1,0 +1,1 @@
+"""Memory that is weighed, and memory that fails."""
