@@ -1,6 +1,7 @@
 """Options that several subcommands share, and how their values are read."""
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import get_args
@@ -182,6 +183,13 @@ def positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
     return value
 
 
