@@ -17,8 +17,7 @@ RATE_MBIT = 2500
 # Each way.
 DELAY_US = 50
 # Of this process alone; an interface has at most 15 letters.
-_NAMESPACE, _HERE, _THERE = (f"duck-{part}{os.getpid()}" for part in ("", "a", "b"))
-_ADDRESS = "10.207.0.2"
+_NAMESPACE, _HERE, _THERE = (f"duck{part}{os.getpid()}" for part in ("", "a", "b"))
 _SHAPERS = (
     f"netem delay {DELAY_US}us rate {RATE_MBIT}mbit",
     # Kernels without netem have at least this one; a relay then adds the delay.
@@ -35,32 +34,52 @@ def linked_namespace() -> Iterator[tuple[str, list[str], bool]]:
 
     Raises OSError or CalledProcessError where namespaces cannot be made.
     """
+    with linked_addresses(1) as (addresses, inside, has_delay):
+        yield addresses[0], inside, has_delay
+
+
+@contextlib.contextmanager
+def linked_addresses(
+    num_links: int,
+) -> Iterator[tuple[list[str], list[str], bool]]:
+    """As `linked_namespace`, for a host with so many links, and an address on each."""
     inside = ["ip", "netns", "exec", _NAMESPACE]
-    commands = (
-        f"ip netns add {_NAMESPACE}",
-        f"ip link add {_HERE} type veth peer name {_THERE} netns {_NAMESPACE}",
-        f"ip addr add 10.207.0.1/30 dev {_HERE}",
-        f"ip link set {_HERE} up",
-        f"ip -n {_NAMESPACE} addr add {_ADDRESS}/30 dev {_THERE}",
-        f"ip -n {_NAMESPACE} link set {_THERE} up",
-        f"ip -n {_NAMESPACE} link set lo up",
-    )
     try:
-        for command in commands:
-            _run(command.split())
-        yield _ADDRESS, inside, _shape(inside)
+        _run(f"ip netns add {_NAMESPACE}".split())
+        _run(f"ip -n {_NAMESPACE} link set lo up".split())
+        shaped = [_add_link(index, inside) for index in range(num_links)]
+        yield [_address(index, 2) for index in range(num_links)], inside, all(shaped)
     finally:
-        for command in (f"ip link del {_HERE}", f"ip netns del {_NAMESPACE}"):
+        # The other ends go with the namespace; but its end may wait for what is open.
+        links = [f"ip link del {_HERE}.{index}" for index in range(num_links)]
+        for command in (*links, f"ip netns del {_NAMESPACE}"):
             with contextlib.suppress(OSError):
                 subprocess.run(command.split(), capture_output=True)
 
 
-def _shape(inside: Sequence[str]) -> bool:
+def _address(index: int, end: int) -> str:
+    return f"10.207.{index}.{end}"
+
+
+def _add_link(index: int, inside: Sequence[str]) -> bool:
+    here, there = f"{_HERE}.{index}", f"{_THERE}.{index}"
+    for command in (
+        f"ip link add {here} type veth peer name {there} netns {_NAMESPACE}",
+        f"ip addr add {_address(index, 1)}/30 dev {here}",
+        f"ip link set {here} up",
+        f"ip -n {_NAMESPACE} addr add {_address(index, 2)}/30 dev {there}",
+        f"ip -n {_NAMESPACE} link set {there} up",
+    ):
+        _run(command.split())
+    return _shape(here, there, inside)
+
+
+def _shape(here: str, there: str, inside: Sequence[str]) -> bool:
     """Slow both directions down; whether that includes the delay."""
     for shaper in _SHAPERS:
         with contextlib.suppress(subprocess.CalledProcessError):
-            _run(f"tc qdisc add dev {_HERE} root {shaper}".split())
-            _run([*inside, *f"tc qdisc add dev {_THERE} root {shaper}".split()])
+            _run(f"tc qdisc add dev {here} root {shaper}".split())
+            _run([*inside, *f"tc qdisc add dev {there} root {shaper}".split()])
             return shaper.startswith("netem")
     raise OSError("this kernel has neither netem nor tbf to slow a link down")
 

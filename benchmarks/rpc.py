@@ -227,7 +227,7 @@ class _Server:
                     )
                 ]
             )
-            raw = RawTcp(num_ducks, self._port)
+            raw = RawTcp(["127.0.0.1"] * num_ducks, self._port)
             yield lambda: raw.call(data, request.hidden.shape)
             raw.close()
             return
@@ -282,7 +282,7 @@ def _serve(kind: str, cpus: set[int]) -> None:
     """Be the ducks: print the port and serve until killed."""
     set_thread_cpus(cpus)
     if kind == "raw":
-        load().raw_serve()
+        load().raw_serve(b"127.0.0.1")
     from testing.ducks.wire_peers import serving
 
     with serving(kind) as server:

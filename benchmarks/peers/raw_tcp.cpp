@@ -123,14 +123,15 @@ __attribute__((target_clones("avx512f", "avx2", "default"))) void add(
 
 extern "C" {
 
-void* raw_connect(int num_ducks, int port) {
+// One connection to each address.
+void* raw_connect(int num_ducks, const char* const* addresses, int port) {
   auto* client = new Client{epoll_create1(0), {}, {}};
   client->replies.resize(size_t(num_ducks));
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_port = htons(uint16_t(port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   for (int i = 0; i < num_ducks; ++i) {
+    address.sin_addr.s_addr = inet_addr(addresses[i]);
     int socket = ::socket(AF_INET, SOCK_STREAM, 0);
     if (connect(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) < 0)
       return nullptr;
@@ -193,11 +194,11 @@ void raw_close(void* handle) {
 }
 
 // Serves for ever; prints its port.
-void raw_serve() {
+void raw_serve(const char* listen_address) {
   int listener = ::socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_addr.s_addr = inet_addr(listen_address);
   bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof address);
   listen(listener, 128);
   socklen_t length = sizeof address;

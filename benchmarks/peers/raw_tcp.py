@@ -1,6 +1,11 @@
 """The raw TCP fan-out of raw_tcp.cpp, called from Python: the yardstick of rpc.py."""
 
+import argparse
 import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,15 +13,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.common import end_with_parent
 from testing import compiled
+from vllm_duck.executor.system.cpus import set_thread_cpus, thread_cpus
 
 
 class RawTcp:
-    """N connections to a server process; one request at a time."""
+    """A connection to each address of a server process; one request at a time."""
 
-    def __init__(self, num_ducks: int, port: int) -> None:
+    def __init__(self, addresses: Sequence[str], port: int) -> None:
         self._library = load()
-        self._handle = self._library.raw_connect(num_ducks, port)
+        texts = (ctypes.c_char_p * len(addresses))(*map(str.encode, addresses))
+        self._handle = self._library.raw_connect(len(addresses), texts, port)
         assert self._handle
 
     def call(
@@ -43,7 +51,12 @@ def load() -> Any:
     """The yardstick, compiled as the extensions are."""
     loaded = compiled.load(Path(__file__).with_suffix(".cpp"))
     loaded.raw_connect.restype = ctypes.c_void_p
-    loaded.raw_connect.argtypes = [ctypes.c_int, ctypes.c_int]
+    loaded.raw_connect.argtypes = [
+        ctypes.c_int,
+        ctypes.POINTER(ctypes.c_char_p),
+        ctypes.c_int,
+    ]
+    loaded.raw_serve.argtypes = [ctypes.c_char_p]
     loaded.raw_call.argtypes = [
         ctypes.c_void_p,
         ctypes.c_void_p,
@@ -53,3 +66,28 @@ def load() -> Any:
     ]
     loaded.raw_close.argtypes = [ctypes.c_void_p]
     return loaded
+
+
+@contextmanager
+def raw_server(prefix: Sequence[str]) -> Iterator[int]:
+    """One under the command `prefix`, on all addresses there; gives its port."""
+    command = [*prefix, sys.executable, "-m", "benchmarks.peers.raw_tcp"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def main() -> None:
+    argparse.ArgumentParser(description="Serve on all addresses.").parse_args()
+    end_with_parent()
+    set_thread_cpus(sorted(thread_cpus())[-1:])
+    load().raw_serve(b"0.0.0.0")
+
+
+if __name__ == "__main__":
+    main()
