@@ -1,5 +1,6 @@
 """`vllm-duck doctor ENDPOINT...` names what is wrong with ducks, or slow."""
 
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -43,6 +44,7 @@ def test_ducks_that_fit_are_measured_and_are_well(start, capsys):
     assert code == 0
     assert "2 ducks hold 2.0 MB of" in report
     assert report.count(" us, a row ") == 2
+    assert re.search(r"plan MODEL --ducks 2 --duck-stage-ms \d+\.\d\d ", report)
 
 
 @pytest.mark.parametrize("kind", SERVERS)

@@ -47,6 +47,10 @@ class DuckSpeed:
     # Of the weights of a row's experts.
     read_gbs: float | None
 
+    @property
+    def call_us(self) -> float:
+        return self.link_us + self.compute_us
+
     def __str__(self) -> str:
         parts = [f"link {self.link_us:.0f} us", f"a row {self.compute_us:.0f} us"]
         if self.read_gbs is not None:
@@ -77,6 +81,13 @@ def check_topology(
     for endpoint, speed in speeds.items():
         about = f"{found[endpoint].isa}, {found[endpoint].num_threads} threads"
         yield Finding(endpoint, f"{about}: {speed}", _advice(endpoint, speeds))
+    if speeds:
+        slowest_ms = max(speed.call_us for speed in speeds.values()) / 1e3
+        command = (
+            f"plan MODEL --ducks {len(endpoints)} --duck-stage-ms {slowest_ms:.2f}"
+        )
+        state = f"vllm-duck {command} --host NAME, or --host-gbs X"
+        yield Finding("what to expect", state)
 
 
 def _describe(
