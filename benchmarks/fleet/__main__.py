@@ -46,7 +46,7 @@ from vllm_duck.spec_decode.lanes.times import StepRecord
 WIRE_S = (2 * HIDDEN_SIZE + 64) / (RATE_MBIT * 1e6 / 8 * machines.WIRE_SHARE)
 # c and d of a lane in a layer, ms. The first are what a 32-duck engine on N100 and an
 # RTX 5090 took, by its builder.
-STAGES = ((0.71, 0.80), (0.3, 0.8), (0.5, 0.5), (1.0, 0.5), (0.4, 1.6))
+STAGES = ((0.71, 0.80), (0.3, 0.8), (0.5, 0.5), (1.0, 0.5), (0.4, 1.6), (1.0, 1.0))
 MOST_BUSY = 0.8
 
 
