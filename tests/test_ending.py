@@ -7,15 +7,19 @@ import sys
 from testing.waiting import is_running, wait_until
 
 _PARENT = """
-import multiprocessing, signal, sys, time
+import multiprocessing, os, signal, time
 from vllm_duck import ending
+
+def say(line):
+    # At once: with PYTHONUNBUFFERED, print() writes the end of the line by itself.
+    os.write(1, f"{line}\\n".encode())
 
 def child(ignores):
     if ignores:
         ending._ORPHAN_S = 0.1
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ending.end_with_parent()
-    print("ready", flush=True)
+    say("ready")
     time.sleep(900)
 
 if __name__ == "__main__":
@@ -24,7 +28,7 @@ if __name__ == "__main__":
     for ignores in (False, True):
         process = context.Process(target=child, args=(ignores,))
         process.start()
-        print(process.pid, flush=True)
+        say(process.pid)
     time.sleep(900)
 """
 

@@ -156,7 +156,8 @@ class _Engine:
         self.vllm_config = SimpleNamespace(additional_config=additional_config)
         self.output_handler = None
         self.seen = []
-        manager = SimpleNamespace(shutdown=self.seen.append)
+        finalizer = SimpleNamespace(alive=True)
+        manager = SimpleNamespace(shutdown=self.seen.append, _finalizer=finalizer)
         resources = SimpleNamespace(engine_manager=manager, engine_dead=False)
         self.engine_core = SimpleNamespace(resources=resources)
 
@@ -176,6 +177,26 @@ def test_processes_get_time_to_end_where_vllm_gives_none(
     engine = _Engine(additional_config)
     hooks._let_the_engine_end(_Engine.stop)(engine, timeout)
     assert engine.seen == [given]
+
+
+def test_outputs_are_read_until_the_engine_has_ended(monkeypatch):
+    """vLLM's monitor asks for its end, too, while requests have time to end."""
+    engine = _Engine(DUCK)
+    manager = engine.engine_core.resources.engine_manager
+    cancelled = []
+    monkeypatch.setattr(
+        "vllm.utils.async_utils.cancel_task_threadsafe", cancelled.append
+    )
+    engine.output_handler = "the task"
+
+    def stop(timeout):
+        manager._finalizer.alive = False
+        engine.engine_core.resources.engine_manager.shutdown(None)
+        assert not cancelled
+
+    manager.shutdown = stop
+    hooks._let_the_engine_end(_Engine.stop)(engine, 3)
+    assert cancelled == ["the task"]
 
 
 @pytest.mark.parametrize("attributes", [{}, {"engine_core": None}], ids=str)

@@ -135,7 +135,7 @@ REFUSED = [
         "hisparse_config of --attention-config",
     ),
     ({"async_scheduling": True}, "--async-scheduling to be False, got True"),
-    ({"scheduler_cls": "some.Scheduler"}, "--scheduler-cls to be .vllm_duck.sch"),
+    ({"scheduler_cls": "some.Scheduler"}, "--scheduler-cls to be .vllm_duck.lost"),
     ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, "cudagraph_mode"),
 ]
 
