@@ -35,6 +35,7 @@ from vllm_duck.models.cpu.step import CpuStep
 from vllm_duck.models.cpu.threads import Bits, configure, to_bits
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
+from vllm_duck.models.matrix import Matrix
 from vllm_duck.models.rope import Rope
 from vllm_duck.spec_decode.lanes.policy import LanePolicy
 from vllm_duck.spec_decode.lanes.run import Lanes
@@ -81,7 +82,7 @@ class TorchLayer:
 
     def __init__(self, dims: Dimensions, layer: CpuLayer, num_slots: int) -> None:
         weights = {
-            name.removeprefix("x.").removeprefix("self_attn."): view.clone()
+            name.removeprefix("x.").removeprefix("self_attn."): _copy(view)
             for name, view in layer.checkpoint_views("x")
         }
         self.dims = dims
@@ -200,6 +201,10 @@ def _lanes_result(
     )
 
 
+def _copy(view: Tensor | Matrix) -> Tensor:
+    return (view.weight if isinstance(view, Matrix) else view).clone()
+
+
 def _make_layers(
     dims: Dimensions, num_blocks: int
 ) -> tuple[list[CpuLayer], list[TorchLayer]]:
@@ -212,7 +217,7 @@ def _make_layers(
             layer = CpuLayer(dims, layer_idx, caches)
             for name, view in layer.checkpoint_views("x"):
                 is_norm = "norm" in name and name.endswith("weight")
-                view.normal_(std=0.05).add_(1.0 if is_norm else 0.0)
+                view.copy_(torch.randn(view.shape) * 0.05 + (1.0 if is_norm else 0.0))
             peers.append(TorchLayer(dims, layer, num_blocks * BLOCK_SIZE))
             pack_modules(layer)
             layer.mlp.ducks = InstantDucks()

@@ -8,11 +8,13 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32RotaryEmbedding,
 )
 
+from testing.filled import quantized
 from testing.paged_world import PagedWorld
 from vllm_duck.models.cpu.attention import SparseAttention
 from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
+from vllm_duck.models.matrix import Matrix
 
 YARN = {
     "rope_type": "yarn",
@@ -65,10 +67,11 @@ def make_config(rope=None, **changes):
     return config
 
 
-def make_pair(config, kv_dtype="bf16", seed=0, weights=None):
+def make_pair(config, kv_dtype="bf16", seed=0, weights=None, *, is_coded=False):
     """transformers' module in fp32 with bf16-valued weights, and ours.
 
-    `weights` is an oracle whose weights both take.
+    `weights` is an oracle whose weights both take. is_coded: matrices are e4m3 codes
+    with scales, but for the indexer's head weights; bf16 in every checkpoint.
     """
     torch.manual_seed(seed)
     oracle = DeepseekV32Attention(config, 0).eval()
@@ -88,7 +91,12 @@ def make_pair(config, kv_dtype="bf16", seed=0, weights=None):
         ours = SparseAttention(dims, LayerCaches.of(dims, kv_dtype, "model.layers.0"))
     parameters = dict(oracle.named_parameters())
     for name, view in ours.checkpoint_views("attn"):
-        view.copy_(parameters[name.removeprefix("attn.")])
+        parameter = parameters[name.removeprefix("attn.")]
+        if is_coded and isinstance(view, Matrix) and "weights_proj" not in name:
+            view.put(name, *quantized(parameter.data))
+            parameter.data = view.values()
+        else:
+            view.copy_(parameter.data)
     for norm in (ours.input_norm, ours.output_norm):
         norm.weight.data.fill_(1.0)
     pack_modules(ours)

@@ -19,7 +19,7 @@ from testing.answers import (
 )
 from vllm_duck.errors import DuckCheckpointError
 from vllm_duck.executor.weights.checkpoint import Checkpoint
-from vllm_duck.models.loader import load_views
+from vllm_duck.models.loader import load_views, views_of
 from vllm_duck.models.mtp import MtpDraftModel
 
 pytestmark = pytest.mark.vllm
@@ -194,7 +194,7 @@ def test_every_tensor_of_the_layer_is_required_but_the_shared_ones(
         and not name.endswith("_scale_inv")
     }
     own = {f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight"}
-    views = dict(_build(tiny_model).checkpoint_views())
+    views = views_of(_build(tiny_model))
     assert views.keys() == needed
     assert own <= needed
 
@@ -202,7 +202,7 @@ def test_every_tensor_of_the_layer_is_required_but_the_shared_ones(
         tensor_names = Checkpoint(tiny_model).tensor_names - own
 
     monkeypatch.setattr("vllm_duck.models.mtp.Checkpoint", WithoutOwn)
-    assert dict(_build(tiny_model).checkpoint_views()).keys() == needed - own
+    assert views_of(_build(tiny_model)).keys() == needed - own
     name = f"{prefix}eh_proj.weight"
     renamed = {name.replace("eh_proj", "eh_projection"): views[name]}
     with pytest.raises(DuckCheckpointError, match="eh_projection"):

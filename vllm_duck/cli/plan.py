@@ -11,7 +11,7 @@ from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.executor.weights.loader import shard_bytes
 from vllm_duck.plan.machines import DUCK_CORE_GFLOPS, GPUS, Fleet, find_host
 from vllm_duck.plan.prediction import as_table, predict
-from vllm_duck.plan.sizes import BF16_BYTES, INT4_BYTES, INT8_BYTES, read_sizes
+from vllm_duck.plan.sizes import INT4_BYTES, INT8_BYTES, read_sizes
 from vllm_duck.plan.steps import MAX_DRAFTS, Given, Planner
 
 _EPILOG = """\
@@ -139,7 +139,7 @@ def _predict(args: argparse.Namespace) -> int:
             host_gbps=args.host_gbps or 0.0,
         ),
         expert_bytes=formats[args.weight_format],
-        host_bytes=sizes.weight_bytes if host.is_gpu else BF16_BYTES,
+        host_bytes=sizes.weight_bytes,
         acceptance=args.acceptance,
         context=args.context,
         given=Given(_seconds(args.host_stage_ms), _seconds(args.duck_stage_ms)),

@@ -17,6 +17,7 @@ from vllm_duck.executor.duck import CallTimes, Ducks
 from vllm_duck.models.batch import AttentionBatch
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
+from vllm_duck.models.matrix import Matrix
 
 # Hidden rows [T, H] in whatever form the backend's layers hand them on.
 Rows: TypeAlias = Any
@@ -67,11 +68,11 @@ class PendingLayer(Protocol):
 class Part(Protocol):
     """A part of the model that has weights: an nn.Module."""
 
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor | Matrix]]:
         """The checkpoint's tensors that it holds, each with where to put it.
 
-        A view in e4m3 takes the codes as they are, with a view of its own for
-        `NAME_scale_inv`; any other view takes the product of both.
+        A `Matrix` takes what the file has, mapped; a view in e4m3 a copy of the codes,
+        with a view of its own for `NAME_scale_inv`; any other view the product of both.
         """
         ...
 
@@ -120,7 +121,7 @@ class Embedding(Part, Protocol):
 class Head(Part, Protocol):
     """The LM head."""
 
-    # As of an embedding; kept beside whatever finish_loading() makes of it.
+    # As of an embedding; there beside whatever finish_loading() makes of it.
     weight: Tensor
 
     def logits(self, hidden: Tensor) -> Tensor:

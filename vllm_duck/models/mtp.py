@@ -24,7 +24,7 @@ from vllm_duck.models.rope import Rope
 
 
 class MtpDraftModel(nn.Module):
-    """vLLM's contract of a draft model; weights come through `checkpoint_views`.
+    """vLLM's contract of a draft model; weights come through `parts`.
 
     `embed_tokens` and `lm_head` are the target's unless the checkpoint holds others.
     """
@@ -135,16 +135,7 @@ class MtpDraftModel(nn.Module):
     def attach_ducks(self, ducks: Ducks) -> None:
         self.layer.attach_ducks(ducks)
 
-    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        for name, part in self._parts():
-            yield from part.checkpoint_views(name)
-
-    def finish_loading(self) -> None:
-        """Called once by the loader, before the target's parts are shared."""
-        for _, part in self._parts():
-            part.finish_loading()
-
-    def _parts(self) -> Iterator[tuple[str, Part]]:
+    def parts(self) -> Iterator[tuple[str, Part]]:
         """What has weights of its own, each with its name in the checkpoint."""
         names = self.dims.family.tensors
         if self.embed_tokens is not None:

@@ -61,8 +61,8 @@ class TargetModel(nn.Module):
 class TargetForCausalLM(nn.Module):
     """vLLM's model contract: embed, forward, compute logits.
 
-    Weights come through `checkpoint_views`: every tensor that the host owns, by its
-    checkpoint name, as a view to fill. Routed experts are not among them.
+    Weights come through `parts`: every tensor that the host owns, by its checkpoint
+    name. Routed experts are not among them.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -99,16 +99,7 @@ class TargetForCausalLM(nn.Module):
         """Hand over what takes the rows through the layers that have ducks."""
         self.model.run_remote_layers = runner
 
-    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        for name, part in self._parts():
-            yield from part.checkpoint_views(name)
-
-    def finish_loading(self) -> None:
-        """Called once by the loader, before vLLM's process_weights_after_loading."""
-        for _, part in self._parts():
-            part.finish_loading()
-
-    def _parts(self) -> Iterator[tuple[str, Part]]:
+    def parts(self) -> Iterator[tuple[str, Part]]:
         """What has weights, each with its name in the checkpoint."""
         names = self.dims.family.tensors
         yield names.embedding, self.model.embed_tokens

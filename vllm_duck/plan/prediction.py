@@ -13,8 +13,8 @@ from vllm_duck.plan.steps import CHUNK_ROWS, Planner, Stages, Step
 PROMPTS = (100, 2_000, 32_000)
 # A duck's Python, gRPC and buffers; and what it holds besides its slice.
 _DUCK_BASE_BYTES, _DUCK_SHARE = 0.1e9, 1.03
-# What the CPU host took while it loaded over what it holds, at true widths.
-_CPU_LOAD_SHARE = 1.6
+# What a CPU host takes while it loads over what it holds: benchmarks.real_width.
+_CPU_LOAD_SHARE = 1.01
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def predict(planner: Planner, num_drafts: int | None) -> Prediction:
         check_card(card, host.name)
         host_bytes = card.pinned_bytes
     else:
-        held = sizes.host_bytes(planner.host_bytes) + 2 * sizes.vocabulary_bytes
+        # The embedding is read from the mapped file.
+        held = sizes.host_bytes(planner.host_bytes) + sizes.vocabulary_bytes
         host_bytes = held * _CPU_LOAD_SHARE
     per_duck = sizes.experts_bytes(planner.expert_bytes) / fleet.num_ducks
     # The MTP layer asks for one row of each draft.

@@ -5,10 +5,10 @@ Run by test_out_of_memory.py under the library of testing/memory/failing.py.
 
 import torch
 
+from testing.filled import filled
 from testing.host_threads import using
 from testing.memory.failing import MAIN_THREAD, OTHER_THREADS, failing, num_failures
 from vllm_duck.models.cpu.linear import Linear
-from vllm_duck.models.cpu.packing import pack_modules
 
 # Wide, so that each thread's copy of a few rows is an allocation of its own.
 IN_FEATURES = 700_000
@@ -35,8 +35,7 @@ def num_errors(linear: Linear, x: torch.Tensor, where: int) -> int:
 
 def main() -> None:
     linear = Linear(IN_FEATURES, 64)
-    linear.weight.data.normal_(std=1e-3)
-    pack_modules(linear)
+    filled(linear, 1e-3)
     x = torch.randn(2, IN_FEATURES).bfloat16()
     print("main", num_errors(linear, x, MAIN_THREAD))
     print("others", num_errors(linear, x, OTHER_THREADS))

@@ -65,15 +65,16 @@ def assert_rows_close(got, expected, typical, share_of_outliers=0.1):
     assert (errors > 5 * typical).float().mean() <= share_of_outliers
 
 
+@pytest.mark.parametrize("is_coded", [False, True], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("rope", [YARN, PLAIN], ids=["yarn", "plain"])
 @pytest.mark.parametrize("num_tokens", [TOPK // 2, 8 * TOPK, 20 * TOPK])
-def test_attention_matches_transformers(rope, num_tokens):
+def test_attention_matches_transformers(rope, num_tokens, is_coded):
     config = make_config(rope)
-    oracle, ours, world = make_pair(config)
+    oracle, ours, world = make_pair(config, is_coded=is_coded)
     hidden = torch.randn(num_tokens, config.hidden_size).bfloat16()
     expected = oracle_forward(oracle, config, hidden)
     (got,) = run_ours(ours, world, config, [hidden], [[num_tokens]])
-    assert_rows_close(got, expected, typical=0.015)
+    assert_rows_close(got, expected, typical=0.015, share_of_outliers=0.12)
 
 
 def test_a_wrong_selection_shows(monkeypatch):

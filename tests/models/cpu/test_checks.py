@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from testing.attention_pair import make_config, make_pair
+from testing.filled import filled
 from testing.paged_world import make_batch
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.executor.duck import CallTimes, MoeSum
 from vllm_duck.models.cpu.linear import Mlp
 from vllm_duck.models.cpu.moe import PendingMoe, RemoteMoe, Router
-from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.cpu.step import CpuStep
 from vllm_duck.models.dimensions import Dimensions
 
@@ -34,9 +34,7 @@ bad = pytest.mark.parametrize("x", BAD.values(), ids=BAD)
 
 
 def _filled(module):
-    for parameter in module.parameters():
-        parameter.data.normal_(std=0.1)
-    pack_modules(module)
+    filled(module)
     return module
 
 

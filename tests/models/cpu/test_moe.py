@@ -9,9 +9,9 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 
 from testing import torch_host
 from testing.attention_pair import make_config
+from testing.filled import filled
 from vllm_duck.executor.duck import CallTimes, MoeSum
 from vllm_duck.models.cpu.moe import RemoteMoe, Router
-from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.cpu.threads import from_bits
 from vllm_duck.models.dimensions import Dimensions
 
@@ -92,11 +92,10 @@ def test_proxy_sends_the_bits_and_adds_the_shared_expert():
     config = make_config()
     dims = Dimensions.from_hf_config(config)
     moe = RemoteMoe(dims, layer_idx=7)
-    for parameter in moe.parameters():
-        parameter.data.normal_(std=0.1)
-    gate_up = torch.cat([moe.shared.gate_proj.data, moe.shared.up_proj.data]).float()
-    down = moe.shared.down_proj.data.float()
-    pack_modules(moe)
+    filled(moe.router)
+    weights = filled(moe.shared)
+    gate_up = torch.cat([weights["gate_proj"], weights["up_proj"]])
+    down = weights["down_proj"]
     moe.ducks = _RecordingDucks()
     hidden = torch.randn(5, config.hidden_size).bfloat16()
     residual = torch.randn(5, config.hidden_size).bfloat16()

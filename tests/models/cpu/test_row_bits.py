@@ -10,6 +10,7 @@ import torch
 
 from testing import compiled, torch_host
 from testing.attention_pair import TOPK, make_config, make_pair
+from testing.filled import filled
 from testing.host_threads import isa, using
 from testing.paged_world import BLOCK_SIZE, make_batch, run_attention
 from testing.torch_host import numpy_bits
@@ -18,7 +19,6 @@ from vllm_duck.executor.system import cpus
 from vllm_duck.models.cpu import _host, threads
 from vllm_duck.models.cpu.linear import Linear, Mlp, Norm
 from vllm_duck.models.cpu.moe import Router
-from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.cpu.threads import configure, current
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.rope import Rope
@@ -41,9 +41,7 @@ def bits(x):
 def make_linear(out_features, in_features):
     torch.manual_seed(out_features)
     linear = Linear(in_features, out_features)
-    linear.weight.data.normal_(std=0.3)
-    weight = linear.weight.data.clone()
-    linear.finish_loading()
+    (weight,) = filled(linear, 0.3).values()
     return linear, weight
 
 
@@ -84,19 +82,15 @@ def test_a_linear_gives_a_row_the_same_bits_in_any_company(machine):
             assert torch.equal(linear(x[begin:end]), together[begin:end])
 
 
-def make_modules():
+def make_modules(*, is_coded=False):
     torch.manual_seed(0)
     config = make_config(hidden_size=120, n_routed_experts=12)
     dims = Dimensions.from_hf_config(config)
     norm, mlp, router = Norm(120, 1e-6), Mlp(120, 72), Router(dims)
-    for module in (norm, mlp, router):
-        for parameter in module.parameters():
-            parameter.data.normal_(std=0.2)
+    filled(norm, 0.2)
     # Beyond bf16, so that the router needs all of its parts.
-    weights = {name: p.data.clone() for name, p in mlp.named_parameters()}
-    for module in (norm, mlp, router):
-        pack_modules(module)
-    return norm, mlp, router, weights
+    filled(router, 0.2)
+    return norm, mlp, router, filled(mlp, 0.2, is_coded=is_coded)
 
 
 def run_modules(modules, x):
@@ -111,8 +105,9 @@ def run_modules(modules, x):
     ]
 
 
-def test_the_other_modules_give_the_same_bits_everywhere():
-    modules = make_modules()
+@pytest.mark.parametrize("is_coded", [False, True], ids=["bf16", "e4m3"])
+def test_the_other_modules_give_the_same_bits_everywhere(is_coded):
+    modules = make_modules(is_coded=is_coded)
     x = torch.randn(600, 120).bfloat16()
     with using(1, "portable"):
         expected = run_modules(modules, x)
@@ -124,8 +119,9 @@ def test_the_other_modules_give_the_same_bits_everywhere():
                     assert torch.equal(part, whole[begin:end])
 
 
-def test_mlp_and_norm_match_torch():
-    norm, mlp, _, weights = modules = make_modules()
+@pytest.mark.parametrize("is_coded", [False, True], ids=["bf16", "e4m3"])
+def test_mlp_and_norm_match_torch(is_coded):
+    norm, mlp, _, weights = modules = make_modules(is_coded=is_coded)
     x = torch.randn(9, 120).bfloat16()
     gate_up = torch.cat([weights["gate_proj"], weights["up_proj"]]).float()
     expected = torch_host.mlp(x.float(), gate_up, weights["down_proj"].float())
@@ -254,9 +250,12 @@ def feed(ours, world, sequences, steps, **options):
 CHUNKS = [[64, 5, 0], [20, 2, 90], [9, 23, 33], *[[1, 1, 1]] * 7]
 
 
+@pytest.mark.parametrize("is_coded", [False, True], ids=["bf16 weights", "e4m3"])
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
-def test_chunks_company_threads_and_isa_leave_attention_s_bits_alone(kv_dtype):
-    _, ours, world = make_pair(make_config(), kv_dtype=kv_dtype)
+def test_chunks_company_threads_and_isa_leave_attention_s_bits_alone(
+    kv_dtype, is_coded
+):
+    _, ours, world = make_pair(make_config(), kv_dtype, is_coded=is_coded)
     lengths = [100, 37, 20 * TOPK]
     sequences = [torch.randn(n, 128).bfloat16() for n in lengths]
     with using(1, "portable"):

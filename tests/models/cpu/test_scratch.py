@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from testing.attention_pair import make_config, make_pair
+from testing.filled import filled
 from testing.host_threads import using
 from testing.memory.usage import most_new_bytes
 from testing.paged_world import BLOCK_SIZE, PagedWorld, make_batch, run_attention
@@ -12,7 +13,6 @@ from testing.torch_host import numpy_bits
 from vllm_duck.models.cpu.attention import SparseAttention
 from vllm_duck.models.cpu.linear import Linear
 from vllm_duck.models.cpu.moe import Router
-from vllm_duck.models.cpu.packing import pack_modules
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.rope import Rope
 
@@ -92,9 +92,7 @@ def test_a_turn_holds_no_more_decoded_keys_than_one_long_context_has():
 def test_many_rows_go_through_a_linear_in_pieces(part):
     dims = Dimensions.from_hf_config(make_config(hidden_size=2048))
     module = Linear(2048, 64) if part == "linear" else Router(dims)
-    for parameter in module.parameters():
-        parameter.data.normal_(std=0.1)
-    pack_modules(module)
+    filled(module)
     x = torch.randn(4096, 2048).bfloat16()
 
     def run(rows: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@
 #include <exception>
 #include <memory>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -92,7 +93,8 @@ PyObject* make_list(size_t size, const MakeItem& make_item) {
 
 inline PyObject* raise(const std::exception& error) {
   if (dynamic_cast<const std::bad_alloc*>(&error)) return PyErr_NoMemory();
-  PyErr_SetString(PyExc_RuntimeError, error.what());
+  bool is_value = dynamic_cast<const std::invalid_argument*>(&error);
+  PyErr_SetString(is_value ? PyExc_ValueError : PyExc_RuntimeError, error.what());
   return nullptr;
 }
 

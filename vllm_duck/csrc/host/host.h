@@ -22,6 +22,13 @@ class Host {
   const char* isa() const { return kernels_->name; }
   int num_threads() const { return pool_.num_threads(); }
 
+  // make(pool): packs weights on all threads.
+  template <class Make>
+  auto pack(const Make& make) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return make(&pool_);
+  }
+
   // Throws what a share of the call throws: std::bad_alloc, where scratch is short. The
   // next call is not affected.
   template <class Call>

@@ -1,17 +1,12 @@
 #include "host/weights.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "simd/bf16.h"
 
 namespace duck {
 namespace host {
-
-PackedMatrix pack_rows(const uint16_t* data, int n, int k) {
-  PackedMatrix packed(n, k);
-  packed.pack({data, size_t(k), 1});
-  return packed;
-}
 
 Norm copy_norm(const float* weight, int size, float eps) {
   return {std::vector<float>(weight, weight + size), eps};
@@ -29,7 +24,8 @@ std::vector<PackedView> views(const std::vector<PackedMatrix>& matrices) {
 
 // An fp32 number is a sum of three bf16 at most; a checkpoint's router is bf16, and
 // then one part is all there is.
-Router::Router(const RouterShape& shape, const float* weight, const float* bias)
+Router::Router(Pool* pool, const RouterShape& shape, const float* weight,
+               const float* bias)
     : shape_(shape), bias_(bias, bias + shape.n_routed_experts) {
   std::vector<float> rest(weight,
                           weight + size_t(shape.n_routed_experts) * shape.hidden_size);
@@ -40,7 +36,9 @@ Router::Router(const RouterShape& shape, const float* weight, const float* bias)
       part[i] = bf16_from_float(rest[i]);
       rest[i] -= bf16_to_float(part[i]);
     }
-    parts_.push_back(pack_rows(part.data(), shape.n_routed_experts, shape.hidden_size));
+    Part rows =
+        rows_part(part.data(), nullptr, shape.n_routed_experts, shape.hidden_size);
+    parts_.emplace_back(pool, std::vector<Part>{rows}, shape.hidden_size);
   } while (parts_.size() < kMaxRouterParts &&
            !std::all_of(rest.begin(), rest.end(), is_zero));
 }
@@ -54,8 +52,38 @@ RouterCall Router::call() const {
   return call;
 }
 
-Attention::Attention(const AttentionShape& shape, float eps, float index_eps,
-                     const Weights& weights)
+namespace {
+
+// kv_b_proj [heads * (qk_nope_head_dim + v_head_dim)][kv_lora_rank], from `row` on.
+Part rows_from(const Part& kv_b, int row, int latent) {
+  Part part = kv_b;
+  size_t size = kv_b.scales ? sizeof(uint8_t) : sizeof(uint16_t);
+  part.weight = static_cast<const uint8_t*>(kv_b.weight) + row * latent * size;
+  if (kv_b.scales) part.scales = kv_b.scales + row / kScaleBlock * kv_b.scale_n_stride;
+  return part;
+}
+
+// Its rows of keys, transposed: qk_nope_head_dim -> kv_lora_rank.
+Part key_part(const Part& kv_b, int row, int latent) {
+  Part part = rows_from(kv_b, row, latent);
+  part.n = latent;
+  std::swap(part.n_stride, part.k_stride);
+  std::swap(part.scale_n_stride, part.scale_k_stride);
+  return part;
+}
+
+// Its rows of values: kv_lora_rank -> v_head_dim.
+Part value_part(const Part& kv_b, int row, int latent, int v_head_dim) {
+  Part part = rows_from(kv_b, row, latent);
+  part.n = v_head_dim;
+  part.n_offset = row % kScaleBlock;
+  return part;
+}
+
+}  // namespace
+
+Attention::Attention(Pool* pool, const AttentionShape& shape, float eps,
+                     float index_eps, const Weights& weights)
     : shape_(shape),
       input_norm_(copy_norm(weights.input_norm, shape.hidden_size, eps)),
       q_norm_(copy_norm(weights.q_norm, shape.q_lora_rank, eps)),
@@ -63,27 +91,18 @@ Attention::Attention(const AttentionShape& shape, float eps, float index_eps,
       output_norm_(copy_norm(weights.output_norm, shape.hidden_size, eps)),
       index_norm_(copy_norm(weights.index_norm, shape.index_head_dim, index_eps)),
       index_bias_(weights.index_bias, weights.index_bias + shape.index_head_dim),
-      down_(pack_rows(weights.down,
-                      shape.q_lora_rank + shape.key_dim() + shape.index_head_dim +
-                          shape.index_n_heads,
-                      shape.hidden_size)),
-      up_(pack_rows(weights.up,
-                    shape.num_attention_heads * shape.qk_dim() +
-                        shape.index_n_heads * shape.index_head_dim,
-                    shape.q_lora_rank)),
-      out_(pack_rows(weights.out, shape.hidden_size,
-                     shape.num_attention_heads * shape.v_head_dim)) {
-  size_t latent = shape.kv_lora_rank;
+      down_(pool, weights.down, shape.hidden_size),
+      up_(pool, weights.up, shape.q_lora_rank),
+      out_(pool, weights.out, shape.num_attention_heads * shape.v_head_dim) {
+  int latent = shape.kv_lora_rank, row = 0;
+  const Part& kv_b = weights.kv_b.at(0);
   for (int head = 0; head < shape.num_attention_heads; ++head) {
-    // kv_b_proj of a head: qk_nope_head_dim rows of keys, then v_head_dim rows of
-    // values.
-    const uint16_t* keys =
-        weights.kv_b +
-        size_t(head) * (shape.qk_nope_head_dim + shape.v_head_dim) * latent;
-    key_up_.emplace_back(shape.kv_lora_rank, shape.qk_nope_head_dim);
-    key_up_.back().pack({keys, 1, latent});
-    value_up_.push_back(pack_rows(keys + shape.qk_nope_head_dim * latent,
-                                  shape.v_head_dim, shape.kv_lora_rank));
+    std::vector<Part> keys = {key_part(kv_b, row, latent)};
+    key_up_.emplace_back(pool, keys, shape.qk_nope_head_dim, row % kScaleBlock);
+    row += shape.qk_nope_head_dim;
+    std::vector<Part> values = {value_part(kv_b, row, latent, shape.v_head_dim)};
+    value_up_.emplace_back(pool, values, latent);
+    row += shape.v_head_dim;
   }
   key_up_views_ = views(key_up_);
   value_up_views_ = views(value_up_);

@@ -17,9 +17,6 @@ struct Norm {
 
 Norm copy_norm(const float* weight, int size, float eps);
 
-// [n][k] bf16, contiguous.
-PackedMatrix pack_rows(const uint16_t* data, int n, int k);
-
 struct Linear {
   PackedMatrix weight;
 };
@@ -33,7 +30,7 @@ struct Mlp {
 class Router {
  public:
   // weight [num_experts][hidden] fp32, bias [num_experts].
-  Router(const RouterShape& shape, const float* weight, const float* bias);
+  Router(Pool* pool, const RouterShape& shape, const float* weight, const float* bias);
 
   RouterCall call() const;
 
@@ -45,12 +42,12 @@ class Router {
 
 class Attention {
  public:
-  // Matrices [out][in] bf16, contiguous; norms fp32.
+  // Norms are fp32.
   struct Weights {
-    const uint16_t *down, *up, *kv_b, *out;
+    std::vector<Part> down, up, kv_b, out;  // kv_b is one part
     const float *input_norm, *q_norm, *kv_norm, *output_norm, *index_norm, *index_bias;
   };
-  Attention(const AttentionShape& shape, float eps, float index_eps,
+  Attention(Pool* pool, const AttentionShape& shape, float eps, float index_eps,
             const Weights& weights);
 
   AttentionView view() const;

@@ -27,27 +27,56 @@ PyObject* norm_new(Arguments& args) {
   return to_capsule(std::make_unique<Norm>(copy_norm(weight, size, eps)));
 }
 
-PyObject* linear_new(Arguments& args) {
-  auto* weight = args.memory<uint16_t>("weight");
-  int n = args.integer("n"), k = args.integer("k");
+// Their number, then for each: the address of its rows, that of its scales or 0, rows.
+std::vector<Part> parts(Arguments& args, const char* name, int k) {
+  auto* numbers = args.memory<int64_t>(name);
+  std::vector<Part> found;
+  if (!numbers) return found;
+  for (int64_t i = 0; i < numbers[0]; ++i) {
+    const int64_t* at = numbers + 1 + 3 * i;
+    found.push_back(rows_part(reinterpret_cast<const void*>(at[0]),
+                              reinterpret_cast<const float*>(at[1]), int(at[2]), k));
+  }
+  return found;
+}
+
+// make(pool): what is packed there.
+template <class Make>
+PyObject* packed(Arguments& args, Host* host, const Make& make) {
   if (!args.done()) return nullptr;
-  return to_capsule(std::make_unique<Linear>(Linear{pack_rows(weight, n, k)}));
+  decltype(host->pack(make)) made;
+  {
+    WithoutGil released;
+    made = host->pack(make);
+  }
+  return to_capsule(std::move(made));
+}
+
+PyObject* linear_new(Arguments& args) {
+  auto* host = args.held<Host>("host");
+  int k = args.integer("k");
+  auto weight = parts(args, "weight", k);
+  return packed(args, host, [&](Pool* pool) {
+    return std::make_unique<Linear>(Linear{PackedMatrix(pool, weight, k)});
+  });
 }
 
 PyObject* mlp_new(Arguments& args) {
-  auto* gate = args.memory<uint16_t>("gate");
-  auto* up = args.memory<uint16_t>("up");
-  auto* down = args.memory<uint16_t>("down");
+  auto* host = args.held<Host>("host");
   int hidden_size = args.integer("hidden_size");
   int columns = args.integer("columns");
-  if (!args.done()) return nullptr;
-  size_t stride = size_t(hidden_size);
-  return to_capsule(std::make_unique<Mlp>(
-      Mlp{pack_gate_up({gate, stride, 1}, {up, stride, 1}, columns, hidden_size),
-          pack_rows(down, hidden_size, columns), columns}));
+  auto gate = parts(args, "gate", hidden_size);
+  auto up = parts(args, "up", hidden_size);
+  auto down = parts(args, "down", columns);
+  return packed(args, host, [&](Pool* pool) {
+    return std::make_unique<Mlp>(
+        Mlp{pack_gate_up(pool, gate.at(0), up.at(0), hidden_size),
+            PackedMatrix(pool, down, columns), columns});
+  });
 }
 
 PyObject* router_new(Arguments& args) {
+  auto* host = args.held<Host>("host");
   auto* weight = args.memory<float>("weight");
   auto* bias = args.memory<float>("bias");
   RouterShape shape;
@@ -58,11 +87,13 @@ PyObject* router_new(Arguments& args) {
   shape.topk_group = args.integer("topk_group");
   shape.norm_topk_prob = args.truth("norm_topk_prob");
   shape.routed_scaling_factor = float(args.real("routed_scaling_factor"));
-  if (!args.done()) return nullptr;
-  return to_capsule(std::make_unique<Router>(shape, weight, bias));
+  return packed(args, host, [&](Pool* pool) {
+    return std::make_unique<Router>(pool, shape, weight, bias);
+  });
 }
 
 PyObject* attention_new(Arguments& args) {
+  auto* host = args.held<Host>("host");
   AttentionShape shape;
   shape.hidden_size = args.integer("hidden_size");
   shape.num_attention_heads = args.integer("num_attention_heads");
@@ -79,18 +110,19 @@ PyObject* attention_new(Arguments& args) {
   shape.index_scale = float(args.real("index_scale"));
   auto eps = float(args.real("eps")), index_eps = float(args.real("index_eps"));
   Attention::Weights weights;
-  weights.down = args.memory<uint16_t>("down");
-  weights.up = args.memory<uint16_t>("up");
-  weights.kv_b = args.memory<uint16_t>("kv_b");
-  weights.out = args.memory<uint16_t>("out");
+  weights.down = parts(args, "down", shape.hidden_size);
+  weights.up = parts(args, "up", shape.q_lora_rank);
+  weights.kv_b = parts(args, "kv_b", shape.kv_lora_rank);
+  weights.out = parts(args, "out", shape.num_attention_heads * shape.v_head_dim);
   weights.input_norm = args.memory<float>("input_norm");
   weights.q_norm = args.memory<float>("q_norm");
   weights.kv_norm = args.memory<float>("kv_norm");
   weights.output_norm = args.memory<float>("output_norm");
   weights.index_norm = args.memory<float>("index_norm");
   weights.index_bias = args.memory<float>("index_bias");
-  if (!args.done()) return nullptr;
-  return to_capsule(std::make_unique<Attention>(shape, eps, index_eps, weights));
+  return packed(args, host, [&](Pool* pool) {
+    return std::make_unique<Attention>(pool, shape, eps, index_eps, weights);
+  });
 }
 
 }  // namespace

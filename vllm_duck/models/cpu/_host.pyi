@@ -21,11 +21,23 @@ def step_new(
     table_stride: int,
 ) -> Handle: ...
 def norm_new(weight: Memory, size: int, eps: float) -> Handle: ...
-def linear_new(weight: Memory, n: int, k: int) -> Handle: ...
+
+# Of matrices one below the other: their number; of each the address, that of its
+# scales or 0, its rows.
+Matrices: TypeAlias = npt.NDArray[np.int64]
+
+def linear_new(host: Handle, *, k: int, weight: Matrices) -> Handle: ...
 def mlp_new(
-    *, gate: Memory, up: Memory, down: Memory, hidden_size: int, columns: int
+    host: Handle,
+    *,
+    hidden_size: int,
+    columns: int,
+    gate: Matrices,
+    up: Matrices,
+    down: Matrices,
 ) -> Handle: ...
 def router_new(
+    host: Handle,
     *,
     weight: Memory,
     bias: Memory,
@@ -38,6 +50,7 @@ def router_new(
     routed_scaling_factor: float,
 ) -> Handle: ...
 def attention_new(
+    host: Handle,
     *,
     hidden_size: int,
     num_attention_heads: int,
@@ -54,10 +67,10 @@ def attention_new(
     index_scale: float,
     eps: float,
     index_eps: float,
-    down: Memory,
-    up: Memory,
-    kv_b: Memory,
-    out: Memory,
+    down: Matrices,
+    up: Matrices,
+    kv_b: Matrices,
+    out: Matrices,
     input_norm: Memory,
     q_norm: Memory,
     kv_norm: Memory,

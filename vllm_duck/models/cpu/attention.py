@@ -12,11 +12,12 @@ from torch import Tensor
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.linear import MergedLinear, Norm, floats, weight_parameter
-from vllm_duck.models.cpu.packing import HostModule
+from vllm_duck.models.cpu.packing import HostModule, pack
 from vllm_duck.models.cpu.step import CpuStep, Rotations
 from vllm_duck.models.cpu.threads import Bits, Handle, current, require_bits
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
+from vllm_duck.models.matrix import Matrix
 from vllm_duck.models.rope import half_split_to_interleaved, softmax_scale
 
 INDEX_NORM_EPS = 1e-6
@@ -113,7 +114,7 @@ class SparseAttention(HostModule):
                 f"{rotations.shape} {rotations.dtype}, strides {rotations.strides}"
             )
 
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor | Matrix]]:
         for module in (self.down, self.up, self.kv_b, self.out):
             yield from module.checkpoint_views(prefix)
         yield from self.q_norm.checkpoint_views(f"{prefix}.q_a_layernorm")
@@ -124,7 +125,8 @@ class SparseAttention(HostModule):
     def finish_loading(self) -> None:
         self._interleave_index_rope()
         dims = self.dims
-        self.packed = _host.attention_new(
+        self.packed = pack(
+            _host.attention_new,
             hidden_size=dims.hidden_size,
             num_attention_heads=dims.num_attention_heads,
             q_lora_rank=dims.q_lora_rank,
@@ -140,10 +142,10 @@ class SparseAttention(HostModule):
             index_scale=dims.index_n_heads**-0.5 * dims.index_head_dim**-0.5,
             eps=dims.rms_norm_eps,
             index_eps=INDEX_NORM_EPS,
-            down=self.down.weight.data_ptr(),
-            up=self.up.weight.data_ptr(),
-            kv_b=self.kv_b.weight.data_ptr(),
-            out=self.out.weight.data_ptr(),
+            down=self.down.matrices,
+            up=self.up.matrices,
+            kv_b=self.kv_b.matrices,
+            out=self.out.matrices,
             input_norm=floats(self.input_norm.weight),
             q_norm=floats(self.q_norm.weight),
             kv_norm=floats(self.kv_norm.weight),
@@ -160,9 +162,8 @@ class SparseAttention(HostModule):
         order[: dims.qk_rope_head_dim] = half_split_to_interleaved(
             dims.qk_rope_head_dim
         )
-        views = dict(self.checkpoint_views(""))
-        query = views[".indexer.wq_b.weight"].unflatten(0, (dims.index_n_heads, -1))
-        query.copy_(query[:, order].clone())
-        for name in ("wk.weight", "k_norm.weight", "k_norm.bias"):
-            view = views[f".indexer.{name}"]
-            view.copy_(view[order].clone())
+        first = torch.arange(dims.index_n_heads)[:, None] * dims.index_head_dim
+        self.up.parts["indexer.wq_b"].reorder((first + order).flatten())
+        self.down.parts["indexer.wk"].reorder(order)
+        for parameter in (self.index_norm, self.index_bias):
+            parameter.data.copy_(parameter.data[order].clone())

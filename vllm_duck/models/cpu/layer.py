@@ -15,6 +15,7 @@ from vllm_duck.models.cpu.step import CpuStep
 from vllm_duck.models.cpu.threads import Bits
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
+from vllm_duck.models.matrix import Matrix
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class CpuLayer(nn.Module):
         if isinstance(self.mlp, RemoteMoe):
             self.mlp.ducks = ducks
 
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor | Matrix]]:
         attention = self.attention
         yield from attention.input_norm.checkpoint_views(f"{prefix}.input_layernorm")
         yield from attention.output_norm.checkpoint_views(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vllm_duck.errors import DuckShapeError
 from vllm_duck.models.cpu import _host
-from vllm_duck.models.cpu.packing import HostModule
+from vllm_duck.models.cpu.packing import HostModule, pack
 from vllm_duck.models.cpu.threads import (
     Bits,
     Handle,
@@ -17,6 +17,7 @@ from vllm_duck.models.cpu.threads import (
     require_bits,
     require_rows,
 )
+from vllm_duck.models.matrix import Matrix
 
 Floats = npt.NDArray[np.float32]
 
@@ -25,22 +26,22 @@ def weight_parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Par
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
-class MergedLinear(nn.Module):
+class MergedLinear:
     """The weights of several checkpoint linears on one input, one below the other.
 
     `parts` maps each checkpoint name to its number of output rows.
     """
 
     def __init__(self, in_features: int, parts: dict[str, int]) -> None:
-        super().__init__()
-        self.parts = parts
-        self.weight = weight_parameter(sum(parts.values()), in_features)
+        self.parts = {name: Matrix(rows, in_features) for name, rows in parts.items()}
 
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        row = 0
-        for name, num_rows in self.parts.items():
-            yield f"{prefix}.{name}.weight", self.weight.data[row : row + num_rows]
-            row += num_rows
+    @property
+    def matrices(self) -> list[Matrix]:
+        return list(self.parts.values())
+
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Matrix]]:
+        for name, matrix in self.parts.items():
+            yield f"{prefix}.{name}.weight", matrix
 
 
 class Norm(HostModule):
@@ -74,25 +75,23 @@ class Linear(HostModule):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.weight = weight_parameter(out_features, in_features)
+        self.weight = Matrix(out_features, in_features)
         self.packed: Handle
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] bf16 -> [T, out] bf16."""
         return apply_linear(self.packed, x, self.in_features, self.out_features)
 
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield f"{prefix}.weight", self.weight.data
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Matrix]]:
+        yield f"{prefix}.weight", self.weight
 
     def finish_loading(self) -> None:
         self.packed = pack_linear(self.weight)
         del self.weight
 
 
-def pack_linear(weight: Tensor) -> Handle:
-    """weight [out, in] bf16, copied."""
-    weight = require_rows("weight", weight.data, weight.shape[1])
-    return _host.linear_new(weight.data_ptr(), *weight.shape)
+def pack_linear(weight: Matrix) -> Handle:
+    return pack(_host.linear_new, k=weight.shape[1], weight=[weight])
 
 
 def apply_linear(
@@ -118,9 +117,9 @@ class Mlp(HostModule):
         super().__init__()
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self.gate_proj = weight_parameter(intermediate_size, hidden_size)
-        self.up_proj = weight_parameter(intermediate_size, hidden_size)
-        self.down_proj = weight_parameter(hidden_size, intermediate_size)
+        self.gate_proj = Matrix(intermediate_size, hidden_size)
+        self.up_proj = Matrix(intermediate_size, hidden_size)
+        self.down_proj = Matrix(hidden_size, intermediate_size)
         self.packed: Handle
 
     def forward(self, x: Bits) -> Floats:
@@ -150,17 +149,18 @@ class Mlp(HostModule):
         _host.mlp(current(), self.packed, x.shape[0], x, residual, out)
         return out
 
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Matrix]]:
         for name in ("gate_proj", "up_proj", "down_proj"):
-            yield f"{prefix}.{name}.weight", self.get_parameter(name).data
+            yield f"{prefix}.{name}.weight", getattr(self, name)
 
     def finish_loading(self) -> None:
-        self.packed = _host.mlp_new(
-            gate=self.gate_proj.data_ptr(),
-            up=self.up_proj.data_ptr(),
-            down=self.down_proj.data_ptr(),
+        self.packed = pack(
+            _host.mlp_new,
             hidden_size=self.hidden_size,
             columns=self.intermediate_size,
+            gate=[self.gate_proj],
+            up=[self.up_proj],
+            down=[self.down_proj],
         )
         del self.gate_proj, self.up_proj, self.down_proj
 

@@ -13,9 +13,10 @@ from vllm_duck.executor.duck import Ducks, InFlight, MoeRequest, MoeSum
 from vllm_duck.models.backend import LayerOutput
 from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.linear import Floats, Mlp, weight_parameter
-from vllm_duck.models.cpu.packing import HostModule
+from vllm_duck.models.cpu.packing import HostModule, pack
 from vllm_duck.models.cpu.threads import Bits, Handle, current, require_bits
 from vllm_duck.models.dimensions import Dimensions
+from vllm_duck.models.matrix import Matrix
 
 
 class Router(HostModule):
@@ -59,7 +60,8 @@ class Router(HostModule):
 
     def finish_loading(self) -> None:
         dims = self.dims
-        self.packed = _host.router_new(
+        self.packed = pack(
+            _host.router_new,
             weight=self.weight.data_ptr(),
             bias=self.bias.data_ptr(),
             hidden_size=dims.hidden_size,
@@ -132,6 +134,6 @@ class RemoteMoe(nn.Module):
         )
         return PendingMoe(residual, self.shared(hidden), routed)
 
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor | Matrix]]:
         yield from self.router.checkpoint_views(f"{prefix}.gate")
         yield from self.shared.checkpoint_views(f"{prefix}.shared_experts")

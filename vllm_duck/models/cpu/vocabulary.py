@@ -1,12 +1,13 @@
 """Embedding and LM head: vLLM's modules, with the host's GEMM for the logits.
 
-vLLM pads their weights below the vocabulary; the checkpoint has no such rows.
+Their weights stay in the mapped file: of the embedding few rows are read, and the head
+is packed for its kernel. vLLM would pad them below the vocabulary.
 """
 
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -14,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from vllm_duck.models.cpu.linear import apply_linear, pack_linear
 from vllm_duck.models.cpu.threads import Handle
+from vllm_duck.models.matrix import Matrix
 
 
 class Embedding(VocabParallelEmbedding):
@@ -23,22 +25,24 @@ class Embedding(VocabParallelEmbedding):
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__(vocab_size, hidden_size)
-        self.vocab_size = vocab_size
+        self.matrix = Matrix(vocab_size, hidden_size)
 
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield f"{prefix}.weight", self.weight.data[: self.vocab_size]
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Matrix]]:
+        yield f"{prefix}.weight", self.matrix
 
     def finish_loading(self) -> None:
-        """Nothing: rows are looked up as they are."""
+        self.weight = _parameter(self.matrix)
+        del self.matrix
 
 
 class LmHead(ParallelLMHead):
-    """`models.backend.Head`; keeps `weight` beside the packed copy."""
+    """`models.backend.Head`; `weight` is the file's, beside the packed copy."""
 
     weight: Tensor
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__(vocab_size, hidden_size)
+        self.matrix = Matrix(vocab_size, hidden_size)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.packed: Handle
@@ -49,8 +53,18 @@ class LmHead(ParallelLMHead):
             self.packed, hidden, self.hidden_size, self.vocab_size, dtype=torch.float32
         )
 
-    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield f"{prefix}.weight", self.weight.data[: self.vocab_size]
+    def checkpoint_views(self, prefix: str) -> Iterator[tuple[str, Matrix]]:
+        yield f"{prefix}.weight", self.matrix
 
     def finish_loading(self) -> None:
-        self.packed = pack_linear(self.weight[: self.vocab_size])
+        self.packed = pack_linear(self.matrix)
+        self.weight = _parameter(self.matrix)
+        del self.matrix
+
+
+def _parameter(matrix: Matrix) -> nn.Parameter:
+    """Its bf16 values; the file's own memory if it has them so."""
+    weight = matrix.weight
+    if matrix.scale is not None:
+        weight = matrix.values().to(torch.bfloat16)
+    return nn.Parameter(weight, requires_grad=False)

@@ -6,6 +6,7 @@
 //          in rising k that starts at 0; products of bf16 are exact in fp32, so fused
 //          and separate multiply-adds give equal bits.
 //   total  c = c + (e + o), tile after tile.
+// A B with e4m3 parts has another order for them: simd/segment_dot.h.
 // Denormals count as zero. Sources are compiled with -ffp-contract=off.
 //
 // A's rows are padded with zeros to a multiple of 32, and kSlackRows readable rows
@@ -52,9 +53,9 @@ struct Range {
   int size() const { return end - begin; }
 };
 
-inline void finish_group(const Gemm& gemm, int row, int group, const float* c) {
-  int first = group * kGroup;
-  int count = min_int(gemm.b.n - first, kGroup);
+// Takes `count` <= 16 columns of a row of C, from `first` on.
+inline void finish_columns(const Gemm& gemm, int row, int first, int count,
+                           const float* c) {
   size_t at = size_t(row) * gemm.c_stride + first;
   if (gemm.out == Out::kFloat) {
     auto* out = static_cast<float*>(gemm.c) + at;
@@ -94,8 +95,11 @@ inline void finish_block(const Gemm& gemm, int row, int num_rows, int group,
                      out + size_t(row + r) * gemm.c_stride + group / 2 * kGroup);
       continue;
     }
-    for (int g = 0; g < num_groups; ++g)
-      finish_group(gemm, row + r, group + g, c + g * kGroup);
+    for (int g = 0; g < num_groups; ++g) {
+      int first = (group + g) * kGroup;
+      finish_columns(gemm, row + r, first, min_int(gemm.b.n - first, kGroup),
+                     c + g * kGroup);
+    }
   }
 }
 

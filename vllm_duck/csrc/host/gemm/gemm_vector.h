@@ -2,7 +2,7 @@
 // Include after the target pragma of the source that uses it.
 #pragma once
 
-#include "host/gemm/gemm.h"
+#include "host/gemm/gemm_coded.h"
 
 namespace duck {
 namespace host {
@@ -16,6 +16,8 @@ struct VectorGemm {
 
   // One share of a GEMM: `rows` x `groups` (an even first group if gated).
   static void run(const Gemm& gemm, Range rows, Range groups, Arena* arena) {
+    if (gemm.b.coded)
+      return CodedGemm<S>::template run<VectorGemm>(gemm, rows, groups, arena);
     Arena::Mark mark = arena->mark();
     int padded_k = gemm.b.k_tiles() * kTileK;
     auto* x = static_cast<float*>(arena->take(sizeof(float) * padded_k * kMaxRows));

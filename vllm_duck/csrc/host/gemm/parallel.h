@@ -46,9 +46,10 @@ void for_items(const Threads& threads, int items, size_t item_bytes, const Body&
   });
 }
 
-// Reading a weight counts its two bytes, using it for a row a quarter of one.
+// Reading a weight counts its bytes, using it for a row a quarter of one.
 inline size_t gemm_work(const Gemm& gemm) {
-  return size_t(gemm.b.k) * gemm.b.n * (2 + size_t(gemm.rows) / 4);
+  size_t read = gemm.b.coded ? 1 : 2;
+  return size_t(gemm.b.k) * gemm.b.n * (read + size_t(gemm.rows) / 4);
 }
 
 template <class G>
