@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import ExitStack
 
 import grpc
 import numpy as np
@@ -201,24 +202,36 @@ def test_a_stock_client_with_a_deadline_gets_it(channel):
     hold.set()
 
 
-def test_calls_beyond_64_are_refused_and_the_others_go_on(server, channel):
+def test_calls_beyond_64_are_refused_and_the_others_go_on(server):
     hold = threading.Event()
 
     def messages():
         yield _message()
         hold.wait(WAIT_S)
 
-    calls = [_forward(channel, messages()) for _ in range(64)]
-    for call in calls:
-        next(call)
-    # A connection of its own: one connection has at most 64 streams.
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    with grpc.insecure_channel(server.endpoint, options=options) as other:
-        code, details = _status_of(_forward(other, [_message()]))
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert details == "the duck serves 64 calls at once"
-    hold.set()
-    assert [list(call) for call in calls] == [[]] * 64
+    def refusal(channel):
+        code, details = _status_of(_forward(channel, [_message()]))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return details
+
+    with ExitStack() as stack:
+        # A connection for each.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channels = [
+            stack.enter_context(grpc.insecure_channel(server.endpoint, options=options))
+            for _ in range(5)
+        ]
+        calls = []
+        for channel in channels[:4]:
+            mine = [_forward(channel, messages()) for _ in range(16)]
+            for call in mine:
+                next(call)
+            calls += mine
+            if len(calls) < 64:
+                assert refusal(channel) == "a connection has 16 calls at once"
+        assert refusal(channels[4]) == "the duck serves 64 calls at once"
+        hold.set()
+        assert [list(call) for call in calls] == [[]] * 64
 
 
 @pytest.mark.parametrize("token", ["secret", "secreT", None])

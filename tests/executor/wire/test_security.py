@@ -9,6 +9,8 @@ from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
 from vllm_duck.executor.grpcio.client import GrpcDuck
 from vllm_duck.executor.grpcio.describer import GrpcDescriber
 from vllm_duck.executor.grpcio.server import DuckServer
+from vllm_duck.executor.wire.codec import ReplyStatus
+from vllm_duck.executor.wire.errors import error_of_reply, error_of_status
 from vllm_duck.executor.wire.security import ClientSecurity, ServerSecurity, read_token
 
 
@@ -155,6 +157,18 @@ def test_a_certificate_that_is_none_is_a_config_error(start_server):
 def test_half_a_security_is_refused(make, match):
     with pytest.raises(DuckConfigError, match=match):
         make()
+
+
+def test_a_peer_s_words_stay_one_line_without_control_characters():
+    """Logs and terminals show them."""
+    words = "first\nduck: all is well\x1b[2J\u202e" + 10_000 * "x"
+    for error in (
+        error_of_status("d", 14, words),
+        error_of_reply("d", ReplyStatus.INTERNAL, words),
+    ):
+        assert str(error).isprintable()
+        assert "first duck: all is well" in str(error)
+        assert len(str(error)) < 1200
 
 
 def test_secrets_do_not_show_in_a_repr():

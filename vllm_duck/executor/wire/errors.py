@@ -42,6 +42,8 @@ _STATUS_ERRORS: dict[grpc.StatusCode, tuple[type[DuckTransportError], str]] = {
     ),
 }
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+# Of a peer's words. Ours are shorter.
+_MAX_WORDS = 1000
 _OTHER_STATUS_ERROR = (DuckProtocolError, "did not answer as a duck")
 
 _REPLY_ERRORS: dict[ReplyStatus, type[DuckError]] = {
@@ -63,9 +65,15 @@ def error_of_status(name: str, code: int, details: str) -> DuckTransportError:
 def error_of_reply(name: str, status: ReplyStatus, reason: str) -> DuckError:
     """Our error for a reply whose status is not OK."""
     kind = _REPLY_ERRORS.get(status, DuckProtocolError)
-    return kind(f"duck {name} refused a request ({status.name}): {reason}")
+    return kind(f"duck {name} refused a request ({status.name}): {_shown(reason)}")
 
 
 def _error(name: str, code: grpc.StatusCode, details: str) -> DuckTransportError:
     kind, meaning = _STATUS_ERRORS.get(code, _OTHER_STATUS_ERROR)
-    return kind(f"duck {name} {meaning} ({code.name}: {details})")
+    return kind(f"duck {name} {meaning} ({code.name}: {_shown(details)})")
+
+
+def _shown(text: str | None) -> str:
+    """A peer's words, as they may go to a terminal or a log: one line, no controls."""
+    text = (text or "")[:_MAX_WORDS]
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -375,6 +375,11 @@ Status Server::admit(Peer* peer, const std::string& method, const Headers& heade
   if ((peer->is_host ? num_calls_ : peer->num_calls()) >= max_calls)
     return {kStatusResourceExhausted,
             "the duck serves " + std::to_string(max_calls) + " calls at once"};
+  // A host has one; whoever has more of them leaves the others theirs.
+  size_t max_share = std::max<size_t>(1, options_.max_calls / kMinHosts);
+  if (peer->is_host && peer->num_calls() >= max_share)
+    return {kStatusResourceExhausted,
+            "a connection has " + std::to_string(max_share) + " calls at once"};
   num_calls_ += peer->is_host;
   return {};
 }

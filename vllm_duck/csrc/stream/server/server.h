@@ -33,6 +33,9 @@
 
 namespace duck::stream {
 
+// So many hosts find calls free whatever one of them does.
+constexpr size_t kMinHosts = 4;
+
 struct ServerOptions {
   std::vector<int> listeners;  // taken over
   Compute compute;
