@@ -11,13 +11,18 @@ from testing.attention_pair import (
     make_pair,
     oracle_forward,
 )
+from testing.host_threads import using
 from testing.paged_world import (
     BLOCK_SIZE,
     make_batch,
     run_attention,
 )
+from vllm_duck.errors import DuckCheckpointError
+from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.attention import SparseAttention
 from vllm_duck.models.rope import Rope
+
+ISAS = _host.supported_isas()
 
 
 def attend(ours, hidden, rotations, batch):
@@ -75,6 +80,29 @@ def test_attention_matches_transformers(rope, num_tokens, is_coded):
     expected = oracle_forward(oracle, config, hidden)
     (got,) = run_ours(ours, world, config, [hidden], [[num_tokens]])
     assert_rows_close(got, expected, typical=0.015, share_of_outliers=0.12)
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize(("nope_dim", "v_head_dim"), [(192, 256), (96, 64)])
+def test_scale_blocks_of_e4m3_may_begin_within_a_head(nope_dim, v_head_dim, name):
+    """448 rows a head, as other models have them, or 160; one row, few and a panel."""
+    config = make_config(
+        kv_lora_rank=256, qk_nope_head_dim=nope_dim, v_head_dim=v_head_dim
+    )
+    oracle, ours, world = make_pair(config, is_coded=True)
+    hidden = torch.randn(TOPK, config.hidden_size).bfloat16()
+    expected = oracle_forward(oracle, config, hidden)
+    with using(2, name, work_per_thread=1):
+        for chunks in ([[1], [3], [TOPK - 4]], [[TOPK]]):
+            (got,) = run_ours(ours, world, config, [hidden], chunks)
+            # All keys are selected, so no near-tie moves a row.
+            assert row_errors(got, expected).max() < 0.03
+
+
+def test_heads_of_e4m3_begin_with_whole_tiles():
+    config = make_config(qk_nope_head_dim=40, v_head_dim=32)
+    with pytest.raises(DuckCheckpointError, match="begins within 32 rows"):
+        make_pair(config, is_coded=True)
 
 
 def test_a_wrong_selection_shows(monkeypatch):
