@@ -91,11 +91,13 @@ def test_drafts_are_those_of_a_recursion_over_the_whole_sequence(
     model = read_model(tiny_model, torch.float32)
     expected = recursion(model, prompt, token_ids, is_normed=True)
     errors = (got - expected).norm(dim=1) / expected.norm(dim=1)
-    # Of a long prompt a near-tie of the selection is among them.
-    assert errors.max() < 0.02
+    # Beyond index_topk another selection at a near-tie moves a draft's logits.
+    is_selected = len(prompt) > model.config.index_topk
+    assert errors.max() < (0.02 if is_selected else 0.01)
     # What it was before the head's norm gives other drafts.
     wrong = recursion(model, prompt, token_ids, is_normed=False)
     others = (got - wrong).norm(dim=1) / wrong.norm(dim=1)
+    assert others[1:].min() > 0.01
     assert errors[1:].mean() < 0.7 * others[1:].mean()
 
 

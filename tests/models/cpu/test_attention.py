@@ -79,7 +79,9 @@ def test_attention_matches_transformers(rope, num_tokens, is_coded):
     hidden = torch.randn(num_tokens, config.hidden_size).bfloat16()
     expected = oracle_forward(oracle, config, hidden)
     (got,) = run_ours(ours, world, config, [hidden], [[num_tokens]])
-    assert_rows_close(got, expected, typical=0.015, share_of_outliers=0.12)
+    assert_rows_close(
+        got, expected, typical=0.015, share_of_outliers=0.12 if is_coded else 0.1
+    )
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -101,7 +103,7 @@ def test_scale_blocks_of_e4m3_may_begin_within_a_head(nope_dim, v_head_dim, name
 
 def test_heads_of_e4m3_begin_with_whole_tiles():
     config = make_config(qk_nope_head_dim=40, v_head_dim=32)
-    with pytest.raises(DuckCheckpointError, match="begins within 32 rows"):
+    with pytest.raises(DuckCheckpointError, match="begin at multiples of 32 rows"):
         make_pair(config, is_coded=True)
 
 

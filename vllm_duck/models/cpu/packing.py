@@ -43,9 +43,7 @@ def pack(new: Callable[..., Handle], **arguments: Any) -> Handle:
     except ValueError as error:
         lists = [value for value in arguments.values() if isinstance(value, list)]
         names = ", ".join(matrix.name for matrices in lists for matrix in matrices)
-        raise DuckCheckpointError(
-            f"{error}, in one of {names}; fetch the checkpoint again"
-        ) from error
+        raise DuckCheckpointError(f"{error}, in one of {names}") from error
 
 
 def _addresses(matrices: Sequence[Matrix]) -> npt.NDArray[np.int64]:

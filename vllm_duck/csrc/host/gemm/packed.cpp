@@ -134,7 +134,9 @@ PackedMatrix::PackedMatrix(Pool* pool, const std::vector<Part>& parts, int k,
   }
   // A segment must not end within a tile: the rows would have to be padded there too.
   if (is_coded && k_offset % kTileK)
-    throw std::invalid_argument("a head of e4m3 begins within 32 rows of another");
+    throw std::invalid_argument(
+        "heads of e4m3 must begin at multiples of 32 rows (qk_nope_head_dim, "
+        "v_head_dim)");
   if (is_coded)
     pack_coded(pool, slices, n, k, k_offset);
   else
@@ -198,14 +200,15 @@ void PackedMatrix::pack_coded(Pool* pool, const std::vector<Slice>& slices, int 
       to += size_t(round_up(end - begin, kTileK)) * kGroup;
     }
   });
-  if (any_nan) throw std::invalid_argument("a weight is NaN");
+  if (any_nan)
+    throw std::invalid_argument("no weight may be NaN, got one: the file is damaged");
   held.view = {held.groups.data(), int(held.groups.size()), axis.offset};
   view_ = {nullptr, k, n, &held.view};
 }
 
 PackedMatrix pack_gate_up(Pool* pool, const Part& gate, const Part& up, int k) {
   if ((gate.scales == nullptr) != (up.scales == nullptr))
-    throw std::invalid_argument("gate and up are of different formats");
+    throw std::invalid_argument("gate and up must both be e4m3, or neither");
   std::vector<PackedMatrix::Slice> slices;
   for (int from = 0; from < gate.n; from += kGroup) {
     int count = gate.n - from < kGroup ? gate.n - from : kGroup;
