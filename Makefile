@@ -2,6 +2,7 @@
 # make test    the tests, in two processes
 # make check   formatting, lint, types
 # make fresh   the first two on a new Debian in a folder, as root (README, CI)
+# make chaos   faults at random for 20 minutes; the last line is the verdict
 # make bench   every benchmark, ours beside its peers, as a table
 # make proto   regenerate the wire code from protos/
 # The first of them makes .venv (3 to 8 minutes); later ones start at once.
@@ -23,7 +24,7 @@ export HF_HUB_OFFLINE ?= 1
 # Where it is set, each process compiles PyTorch and vLLM anew: 10 seconds a start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check fresh bench proto venv clean
+.PHONY: demo test check fresh chaos bench proto venv clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -44,6 +45,9 @@ fresh:
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_FLAGS)
+
+chaos: $(READY)
+	VLLM_LOGGING_LEVEL=ERROR $(BIN)/python -m testing.chaos $(CHAOS_FLAGS)
 
 proto: $(READY)
 	BIN=$(BIN) scripts/make_proto.sh

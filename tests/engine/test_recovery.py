@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from testing.answers import lanes_are, runner_of, start, worker_of
+from testing.chaos import Chaos
 from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckUnavailable
 from vllm_duck.executor.fleet import Fleet
@@ -95,6 +96,15 @@ def test_ducks_killed_in_prefill_decode_and_draft_change_no_token(
     for at in (2, *range(half, half + num_in_a_row)):
         got, _ = _generate_killing(llm, tiny_model, listen, at, transport, **sampling)
         assert got == expected, at
+
+
+def test_random_faults_change_no_token(llm):
+    """`make chaos` for a few rounds, whose faults are always the same."""
+    chaos = Chaos(llm, seed=5)
+    for _ in chaos.run(lambda num_rounds: num_rounds < 5):
+        pass
+    assert chaos.counts["wrong"] == 0
+    assert chaos.counts["faults"] >= 5
 
 
 class _Failing:
