@@ -137,6 +137,7 @@ def test_no_other_module_names_the_package_s_variables():
         ("vllm_duck.executor.grpcio.server", ("torch", "vllm", "vllm_duck.models")),
         ("vllm_duck.executor.fleet", ("torch", "vllm", "vllm_duck.models")),
         ("vllm_duck.cli", ("torch", "vllm", "vllm_duck.models")),
+        ("vllm_duck.models.cuda.stages", ("torch", "vllm")),
         # Both at once: an interpreter that imports vLLM takes seconds.
         (
             "vllm_duck.models.target, vllm_duck.spec_decode.runner",
