@@ -1,6 +1,7 @@
 # make demo    the main job: vLLM with local ducks and the bundled model
 # make test    the tests, in two processes
 # make check   formatting, lint, types
+# make check-gpu  the GPU host's kernels compile for five generations, without a GPU
 # make fresh   the first two on a new Debian in a folder, as root (README, CI)
 # make chaos   faults at random for 20 minutes; the last line is the verdict
 # make bench   every benchmark, ours beside its peers, as a table
@@ -24,7 +25,7 @@ export HF_HUB_OFFLINE ?= 1
 # Where it is set, each process compiles PyTorch and vLLM anew: 10 seconds a start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check fresh chaos bench proto venv clean
+.PHONY: demo test check check-gpu fresh chaos bench proto venv clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -39,6 +40,10 @@ check: $(READY)
 	$(BIN)/mypy
 	find $(CXX_FOLDERS) -name '*.h' -o -name '*.cpp' | \
 		xargs $(BIN)/clang-format --dry-run -Werror
+
+check-gpu: $(READY)
+	VLLM_DUCK_GPU_ARCHS="80 86 89 90 120" $(BIN)/python -m pytest \
+		tests/models/cuda/test_triton_aot.py
 
 fresh:
 	scripts/fresh.sh
