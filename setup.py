@@ -16,14 +16,34 @@ VLLM = re.search(r'VLLM_VERSION = "(.+)"', VERSIONS)[1]
 
 CSRC = "vllm_duck/csrc"
 
-# nghttp2's packages, unpacked by who may not install them: scripts/get_nghttp2.sh.
+# Packages with headers, unpacked by who may not install them: scripts/get_nghttp2.sh
+# and get_openssl.sh.
 UNPACKED_NGHTTP2 = ROOT / os.environ.get("VLLM_DUCK_NGHTTP2", "build/nghttp2")
+UNPACKED_OPENSSL = ROOT / os.environ.get("VLLM_DUCK_OPENSSL", "build/openssl")
+NGHTTP2_PROBE = """
+#include <nghttp2/nghttp2.h>
+#include <sys/epoll.h>
+int main(void) { return nghttp2_version(0)->version_num == 0; }
+"""
+OPENSSL_PROBE = """
+#include <openssl/ssl.h>
+#if OPENSSL_VERSION_NUMBER < 0x30000000L
+#error "OpenSSL 3 is needed"
+#endif
+int main(void) { return SSL_CTX_new(TLS_method()) == 0; }
+"""
 
 
 def files(folder, suffix):
     """The sources below a folder of CSRC, relative to ROOT as setuptools wants them."""
     found = (ROOT / CSRC / folder).rglob(f"*{suffix}")
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def include_dirs_of(unpacked):
+    """Where a package of Debian has headers; some depend on the machine."""
+    include = unpacked / "usr/include"
+    return [include, *(path.parent for path in include.glob("*-linux-*/openssl"))]
 
 
 def extension(name, folder, others, libraries=()):
@@ -110,33 +130,57 @@ class BuildKernel(build_ext):
                 "libnghttp2-dev), so the native stream is not built; calls to ducks "
                 "will go through grpcio, which takes ten times the CPU"
             )
+        if STREAM in self.extensions:
+            self.add_openssl()
         super().build_extensions()
 
-    def find_nghttp2(self):
-        """Point the stream at the unpacked nghttp2, or else at the system's."""
-        library = next(UNPACKED_NGHTTP2.glob("usr/lib*/**/libnghttp2.so"), None)
-        if library is None:
-            return self.can_link_nghttp2([], [])
-        include_dirs = [str(UNPACKED_NGHTTP2 / "usr/include")]
-        library_dirs = [str(library.parent)]
-        if not self.can_link_nghttp2(include_dirs, library_dirs):
-            return self.can_link_nghttp2([], [])
-        STREAM.include_dirs += include_dirs
-        STREAM.library_dirs += library_dirs
-        # It is not installed, so a copy goes beside the extension.
-        STREAM.runtime_library_dirs.append("$ORIGIN")
-        self.nghttp2_copy = min(library.parent.glob("libnghttp2.so.*"), key=str)
-        return True
+    def add_openssl(self):
+        """Let the stream speak TLS, where OpenSSL's headers are."""
+        libraries = ["ssl", "crypto"]
+        if self.find(UNPACKED_OPENSSL, libraries, OPENSSL_PROBE) is None:
+            STREAM.sources = [
+                source
+                for source in STREAM.sources
+                if "/tls/" not in source or source.endswith("_binding.cpp")
+            ]
+            print(
+                "vllm_duck: no headers of OpenSSL 3 (Debian: apt install libssl-dev), "
+                "so the native stream is built without TLS; calls with TLS will go "
+                "through grpcio, which takes ten times the CPU"
+            )
+            return
+        STREAM.libraries += libraries
+        STREAM.define_macros.append(("DUCK_HAS_OPENSSL", None))
 
-    def can_link_nghttp2(self, include_dirs, library_dirs):
-        """Compile and link the least program that uses it."""
+    def find_nghttp2(self):
+        """Point the stream at nghttp2; False: it is nowhere."""
+        folder = self.find(UNPACKED_NGHTTP2, STREAM.libraries, NGHTTP2_PROBE)
+        if folder:
+            # It is not installed, so a copy goes beside the extension.
+            STREAM.runtime_library_dirs.append("$ORIGIN")
+            self.nghttp2_copy = min(folder.glob("libnghttp2.so.*"), key=str)
+        return folder is not None
+
+    def find(self, unpacked, libraries, probe):
+        """Point the stream at unpacked libraries, or else at the system's.
+
+        Returns the folder of the unpacked ones, "" for the system's, None for neither.
+        """
+        found = next(unpacked.glob(f"usr/lib*/**/lib{libraries[0]}.so"), None)
+        if found is not None:
+            include_dirs = [str(path) for path in include_dirs_of(unpacked)]
+            library_dirs = [str(found.parent)]
+            if self.can_link(probe, libraries, include_dirs, library_dirs):
+                STREAM.include_dirs += include_dirs
+                STREAM.library_dirs += library_dirs
+                return found.parent
+        return "" if self.can_link(probe, libraries, [], []) else None
+
+    def can_link(self, probe, libraries, include_dirs, library_dirs):
+        """Compile and link the least program that uses them."""
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.c")
-            source.write_text(
-                "#include <nghttp2/nghttp2.h>\n"
-                "#include <sys/epoll.h>\n"
-                "int main(void) { return nghttp2_version(0)->version_num == 0; }"
-            )
+            source.write_text(probe)
             try:
                 objects = self.compiler.compile(
                     [str(source)], output_dir=folder, include_dirs=include_dirs
@@ -145,7 +189,7 @@ class BuildKernel(build_ext):
                     objects,
                     "probe",
                     output_dir=folder,
-                    libraries=["nghttp2"],
+                    libraries=libraries,
                     library_dirs=library_dirs,
                 )
             except (CCompilerError, OSError):

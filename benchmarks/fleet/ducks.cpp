@@ -162,7 +162,7 @@ class Pond {
     uint64_t id = ++last_peer_id_;
     PacedDuck* owner = ducks_[duck_idx].get();
     Peer::Owner* as_owner = owner;
-    guests_[id] = {owner, std::make_unique<Peer>(id, socket, as_owner)};
+    guests_[id] = {owner, std::make_unique<Peer>(id, socket, nullptr, as_owner)};
     watch(EPOLL_CTL_ADD, socket, id, EPOLLIN);
     Peer* peer = guests_[id].peer.get();
     after_io(peer, peer->connection().flush());

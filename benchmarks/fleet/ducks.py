@@ -33,6 +33,7 @@ _SOURCES = (
     "base/crc32c.cpp",
     "base/huge_pages.cpp",
     "stream/connection.cpp",
+    "stream/connection_io.cpp",
     "stream/endpoint.cpp",
     "stream/payload.cpp",
     "stream/proto.cpp",

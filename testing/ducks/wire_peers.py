@@ -27,6 +27,10 @@ def is_native_built():
     return choose_transport("auto", has_tls=False).transport.name == "native"
 
 
+def has_native_tls():
+    return choose_transport("auto", has_tls=True).transport.name == "native"
+
+
 def replies_of(pending):
     """Wait for the partial sum of each duck, in duck order, instead of the total."""
     if isinstance(pending, PythonPendingSum):
@@ -46,6 +50,10 @@ needs_native = pytest.mark.skipif(
     not is_native_built(), reason="this build is without the native stream"
 )
 NATIVE = pytest.param("native", marks=needs_native)
+needs_native_tls = pytest.mark.skipif(
+    not has_native_tls(), reason="this build's native stream is without TLS"
+)
+NATIVE_TLS = pytest.param("native", marks=needs_native_tls)
 SERVERS = [NATIVE, "grpcio"]
 # Ours; the third is a plain grpcio stub.
 BOTH_CLIENTS = [NATIVE, "grpcio"]
@@ -96,17 +104,19 @@ def calling(
     recover_s=0.0,
     reply_dtype="bf16",
     token=None,
+    security=None,
     infos=None,
 ):
     """A client of one kind for these ducks, as a FanOut.
 
+    security: with or without TLS; by default the token alone.
     infos: who they must be; by default as `serving` makes them.
     """
     identities = [identity_of(info) for info in infos or [make_info()] * len(endpoints)]
     common = {
         "deadline_s": deadline_s,
         "reply_dtype": reply_dtype,
-        "security": ClientSecurity(token=token),
+        "security": security or ClientSecurity(token=token),
     }
     if kind == "stock":
         fan_out = PythonFanOut([StockDuck(each, **common) for each in endpoints])
@@ -128,10 +138,14 @@ class StockDuck:
         self.name = endpoint
         self._deadline_s = deadline_s
         self._reply_dtype = reply_dtype
-        self._channel = grpc.insecure_channel(
-            endpoint,
-            options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)],
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        if security.tls_ca is None:
+            self._channel = grpc.insecure_channel(endpoint, options=options)
+            return
+        credentials = grpc.ssl_channel_credentials(
+            security.tls_ca, security.tls_key, security.tls_cert
         )
+        self._channel = grpc.secure_channel(endpoint, credentials, options=options)
 
     def send(self, request):
         message = codec.encode_request(

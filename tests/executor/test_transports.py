@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from testing.ducks.wire_peers import needs_native
+from testing.ducks.wire_peers import needs_native, needs_native_tls
 from vllm_duck.config import TransportName
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor.transports import TRANSPORTS, choose_transport
@@ -35,14 +35,22 @@ def test_auto_is_native_where_it_can_be_had():
     assert choose("native") == ("native", "the native stream, as asked for")
 
 
+@needs_native_tls
+def test_auto_is_native_with_tls_too():
+    assert choose("auto", has_tls=True) == ("native", "the native stream")
+
+
 def test_grpcio_can_be_insisted_on():
     assert choose("grpcio") == ("grpcio", "grpcio, as asked for")
 
 
-def test_tls_is_served_by_grpcio_and_said_so():
+def test_a_stream_without_tls_leaves_tls_to_grpcio_and_says_so(monkeypatch):
+    monkeypatch.setattr(importlib, "import_module", lambda name: object())
+    assert choose("auto")[0] == "native"
     name, reason = choose("auto", has_tls=True)
     assert name == "grpcio"
-    assert reason.startswith("grpcio, since TLS is on, which the native stream")
+    assert reason.startswith("grpcio, since TLS is on, and it was built without")
+    assert "libssl-dev" in reason
     with pytest.raises(DuckConfigError, match="asked for, but TLS is on"):
         choose("native", has_tls=True)
 

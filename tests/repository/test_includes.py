@@ -14,6 +14,7 @@ ALLOWED = {
     "stream": {"base"},
     "stream/client": {"base", "stream"},
     "stream/server": {"base", "stream"},
+    "stream/tls": {"stream"},
     "host": {"base", "simd", "host/gemm", "host/kernels"},
     "host/gemm": {"base", "simd"},
     "host/kernels": {"base", "simd", "host/gemm"},

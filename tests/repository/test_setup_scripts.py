@@ -1,4 +1,4 @@
-"""Set-up names all it lacks before it starts, and brings nghttp2 or does without."""
+"""Set-up names all it lacks before it starts, and brings headers or does without."""
 
 import os
 import re
@@ -188,6 +188,29 @@ def test_libnuma_is_unpacked_too_where_it_is_missing(tmp_path):
     assert (tmp_path / "clone/build/libnuma/usr/lib/libnuma.so.1").exists()
 
 
+def test_openssl_is_unpacked_where_there_is_no_root(tmp_path):
+    programs = {
+        **APT_WITHOUT_LISTS,
+        "apt-cache": '[ $# -gt 2 ] && echo "  Depends: libssl3"',
+        "apt-get": APT_WITHOUT_LISTS["apt-get"].replace(
+            "libnghttp2-dev libnghttp2-14", "libssl-dev libssl3"
+        ),
+        "dpkg": 'mkdir -p "$3/usr/lib" && >"$3/usr/lib/libssl.so"',
+    }
+    done = run_script("get_openssl.sh", tmp_path, programs)
+    assert done.returncode == 0, done.stderr
+    assert "unpacked openssl in build/openssl" in done.stdout
+
+
+def test_openssl_that_cannot_be_had_leaves_tls_to_grpcio(tmp_path):
+    done = run_script(
+        "get_openssl.sh", tmp_path, {**APT_WITHOUT_LISTS, "apt-get": "exit 100"}
+    )
+    assert done.returncode == 0
+    assert "calls with TLS will go through grpcio" in done.stdout
+    assert "sudo apt-get install -y libssl-dev && make -B venv" in done.stdout
+
+
 def whole_set_up(tmp_path, pip):
     """Run all of it, on a machine without nghttp2, with pip given as text of bash."""
     venv = f"""
@@ -277,6 +300,20 @@ def test_setup_without_nghttp2_builds_the_rest_and_says_so(small_clone):
     assert done.returncode == 0, done.stderr
     assert "the native stream is not built" in done.stdout
     assert not list(small_clone.rglob("_stream*.so"))
+
+
+def test_setup_without_openssl_builds_the_stream_without_tls(small_clone):
+    tls = small_clone / "vllm_duck" / "csrc" / "stream" / "tls"
+    tls.mkdir()
+    (tls / "session.cpp").write_text("#include <openssl/ssl.h>")
+    make_nghttp2(small_clone / "build" / "nghttp2" / "usr", version=4711)
+    hidden = small_clone / "hidden" / "openssl"
+    hidden.mkdir(parents=True)
+    (hidden / "ssl.h").write_text("#error as on a machine without it")
+    done = build_stream(small_clone, CPATH=str(hidden.parent))
+    assert done.returncode == 0, done.stderr
+    assert "the native stream is built without TLS" in done.stdout
+    assert import_stream(small_clone) == "4711"
 
 
 def make_nghttp2(prefix, version):

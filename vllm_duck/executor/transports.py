@@ -129,14 +129,14 @@ def choose_transport(wanted: TransportName, *, has_tls: bool) -> TransportChoice
 
 
 def _native_obstacle(has_tls: bool) -> str | None:
-    if has_tls:
-        return "TLS is on, which the native stream does not speak"
     try:
-        importlib.import_module("vllm_duck.executor._stream")
+        stream = importlib.import_module("vllm_duck.executor._stream")
     except ModuleNotFoundError:
         return "this build is without it (libnghttp2-dev was not installed)"
     except ImportError as error:
         return f"it cannot be loaded ({error})"
+    if has_tls and not hasattr(stream, "tls_new"):
+        return "TLS is on, and it was built without (libssl-dev was not installed)"
     return None
 
 

@@ -1,8 +1,5 @@
 #include "stream/connection.h"
 
-#include <errno.h>
-#include <string.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,21 +17,12 @@ constexpr uint32_t kFrameBytes = 1 << 20;
 // What HTTP/2 counts for each header on top of its name and value.
 constexpr size_t kHeaderOverhead = 32;
 constexpr size_t kFrameHeadBytes = 9;
-constexpr size_t kReceiveBytes = 256 << 10;
-// So much of a message is received into its place; a copy of less costs nothing.
-constexpr size_t kWorthPlacing = 64 << 10;
-// Then the owner looks after its other connections.
-constexpr int kReceivesInARow = 16;
-
-uint8_t* receive_buffer() {
-  static thread_local std::unique_ptr<uint8_t[]> buffer(new uint8_t[kReceiveBytes]);
-  return buffer.get();
-}
 
 }  // namespace
 
-Connection::Connection(int socket, bool is_server, uint32_t max_streams, Owner* owner)
-    : socket_(socket), owner_(owner) {
+Connection::Connection(int socket, bool is_server, uint32_t max_streams, Owner* owner,
+                       std::unique_ptr<Tls> tls)
+    : socket_(socket), owner_(owner), tls_(std::move(tls)) {
   nghttp2_session_callbacks* callbacks = nullptr;
   nghttp2_option* option = nullptr;
   if (nghttp2_session_callbacks_new(&callbacks) != 0) throw std::bad_alloc();
@@ -77,78 +65,6 @@ Connection::Connection(int socket, bool is_server, uint32_t max_streams, Owner* 
 Connection::~Connection() {
   nghttp2_session_del(session_);
   if (socket_ >= 0) ::close(socket_);
-}
-
-bool Connection::fail(std::string reason) {
-  if (end_reason_.empty()) end_reason_ = std::move(reason);
-  return false;
-}
-
-bool Connection::receive() try {
-  for (int i = 0; i < kReceivesInARow; ++i) {
-    auto [buffer, room] = place();
-    ssize_t size = ::recv(socket_, buffer, room, 0);
-    if (size == 0) return fail("the peer closed the connection");
-    if (size < 0) {
-      if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) break;
-      return fail(strerror(errno));
-    }
-    num_received_ += uint64_t(size);
-    data_end_ = nullptr;
-    ssize_t taken = nghttp2_session_mem_recv(session_, buffer, size_t(size));
-    if (taken == NGHTTP2_ERR_CALLBACK_FAILURE) throw std::bad_alloc();
-    if (taken < 0) {
-      flush();  // says why to the peer, if it can
-      return fail(std::string("not HTTP/2 as it must be: ") +
-                  nghttp2_strerror(int(taken)));
-    }
-    // Without this, bytes that nghttp2 did not hand on would count as still to come.
-    if (data_end_ != buffer + size) data_left_ = 0;
-    if (size_t(size) < room) break;
-  }
-  return flush();
-} catch (const std::bad_alloc&) {
-  return fail("no memory");
-}
-
-// Where the next bytes are received. A frame's rest goes into its message at once,
-// never past the end of either: memory that the bytes may free when they are taken.
-Assembler::Room Connection::place() {
-  Stream* stream = data_left_ >= kWorthPlacing ? find(data_stream_) : nullptr;
-  if (stream && !stream->is_ignored) {
-    auto [data, size] = stream->inbox.room();
-    size = std::min({size, data_left_, kReceiveBytes});
-    if (size >= kWorthPlacing) return {data, size};
-  }
-  return {receive_buffer(), kReceiveBytes};
-}
-
-bool Connection::flush() try {
-  for (;;) {
-    if (!pull_frames()) return false;
-    if (queue_.is_empty()) break;
-    if (int error = queue_.write_to(socket_)) return fail(strerror(error));
-    if (!queue_.is_empty()) return true;
-  }
-  if (nghttp2_session_want_read(session_) || nghttp2_session_want_write(session_))
-    return true;
-  is_finished_ = true;
-  return fail("the connection is finished");
-} catch (const std::bad_alloc&) {
-  return fail("no memory");
-}
-
-// Moves frames from nghttp2 to the queue, as long as there is room.
-bool Connection::pull_frames() {
-  while (!queue_.is_full()) {
-    const uint8_t* data;
-    ssize_t size = nghttp2_session_mem_send(session_, &data);
-    if (size == NGHTTP2_ERR_CALLBACK_FAILURE) throw std::bad_alloc();
-    if (size < 0) return fail(nghttp2_strerror(int(size)));
-    if (size == 0) return true;
-    queue_.push(data, size_t(size));
-  }
-  return true;
 }
 
 int32_t Connection::open_stream(const Headers& headers) {

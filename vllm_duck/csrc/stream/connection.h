@@ -17,6 +17,7 @@
 #include "stream/payload.h"
 #include "stream/send_queue.h"
 #include "stream/status.h"
+#include "stream/tls.h"
 
 namespace duck::stream {
 
@@ -64,8 +65,9 @@ class Connection {
     virtual void on_goaway() = 0;
   };
 
-  // Takes the socket over; it must be non-blocking.
-  Connection(int socket, bool is_server, uint32_t max_streams, Owner* owner);
+  // Takes the socket over; it must be non-blocking. Without `tls` bytes are plain.
+  Connection(int socket, bool is_server, uint32_t max_streams, Owner* owner,
+             std::unique_ptr<Tls> tls);
   ~Connection();
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
@@ -74,7 +76,9 @@ class Connection {
   bool receive();
   bool flush();
   // Something could not be written yet.
-  bool is_clogged() const { return !queue_.is_empty(); }
+  bool is_clogged() const {
+    return !queue_.is_empty() || (tls_ && tls_->num_unsent() > 0);
+  }
   // Why receive() or flush() returned false.
   const std::string& end_reason() const { return end_reason_; }
   // flush() returned false because all is said on both sides, and written.
@@ -117,7 +121,14 @@ class Connection {
   static ssize_t frame_length(nghttp2_session*, uint8_t, int32_t, int32_t, int32_t,
                               uint32_t, void*);
 
-  Assembler::Room place();
+  using Room = Assembler::Room;
+  Room place();
+  bool take(const uint8_t* bytes, size_t size);
+  bool take_records(const uint8_t* records, size_t size);
+  bool begin_tls();
+  bool encrypt();
+  bool fail_tls();
+  bool fail_closed();
   void take_data(Stream* stream, const uint8_t* at, size_t num_bytes);
   void resume(Stream* stream);
   bool fail(std::string reason);
@@ -127,9 +138,11 @@ class Connection {
   Owner* owner_;
   nghttp2_session* session_ = nullptr;
   std::unordered_map<int32_t, std::unique_ptr<Stream>> streams_;
+  std::unique_ptr<Tls> tls_;
   SendQueue queue_;
   size_t num_payload_bytes_ = 0;  // that were given to send(), and not dropped since
   uint64_t num_received_ = 0;
+  bool has_spoken_ = false;  // the peer, in HTTP/2
   // Of the DATA frame that is under way, when it has no padding: its stream, the bytes
   // still to come, and where those that have come end.
   int32_t data_stream_ = 0;

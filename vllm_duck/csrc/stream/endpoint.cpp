@@ -29,6 +29,14 @@ Endpoint::Endpoint(const std::string& name) : name_(name) {}
 
 std::string Endpoint::authority() const { return is_unix(name_) ? "localhost" : name_; }
 
+std::string Endpoint::host() const {
+  if (is_unix(name_)) return "localhost";
+  std::string host = name_.substr(0, name_.rfind(':'));
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']')
+    host = host.substr(1, host.size() - 2);
+  return host;
+}
+
 std::vector<Endpoint::Address> Endpoint::addresses(std::string* error) const {
   std::vector<Address> found;
   if (is_unix(name_)) {
@@ -45,13 +53,10 @@ std::vector<Endpoint::Address> Endpoint::addresses(std::string* error) const {
     found.push_back(address);
     return found;
   }
-  size_t colon = name_.rfind(':');
-  std::string host = name_.substr(0, colon), port = name_.substr(colon + 1);
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']')
-    host = host.substr(1, host.size() - 2);
+  std::string port = name_.substr(name_.rfind(':') + 1);
   addrinfo hints{}, *list = nullptr;
   hints.ai_socktype = SOCK_STREAM;
-  if (int code = ::getaddrinfo(host.c_str(), port.c_str(), &hints, &list)) {
+  if (int code = ::getaddrinfo(host().c_str(), port.c_str(), &hints, &list)) {
     *error = gai_strerror(code);
     return found;
   }

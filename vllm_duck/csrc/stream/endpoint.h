@@ -14,6 +14,8 @@ class Endpoint {
   explicit Endpoint(const std::string& name);
 
   const std::string& name() const { return name_; }
+  // The name or address without port and brackets, as a certificate has it.
+  std::string host() const;
   // For HTTP/2's :authority.
   std::string authority() const;
 

@@ -17,6 +17,7 @@ PyMODINIT_FUNC PyInit__stream() {
   auto functions = duck::stream::client_functions();
   for (auto& function : duck::stream::memory_functions()) functions.push_back(function);
   for (auto& function : duck::stream::server_functions()) functions.push_back(function);
+  for (auto& function : duck::stream::tls_functions()) functions.push_back(function);
   functions.push_back(method<nghttp2_version_text>("nghttp2_version"));
   return make_module("_stream", "See vllm_duck.executor.native.client and server.",
                      std::move(functions));

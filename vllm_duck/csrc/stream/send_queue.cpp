@@ -1,6 +1,7 @@
 #include "stream/send_queue.h"
 
 #include <errno.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -59,13 +60,41 @@ int SendQueue::write_to(int socket) {
       if (errno == EINTR) continue;
       return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : errno;
     }
-    drop_written(size_t(written));
+    drop(size_t(written));
     if (size_t(written) < total) return 0;
   }
   return 0;
 }
 
-void SendQueue::drop_written(size_t num_bytes) {
+std::pair<const uint8_t*, size_t> SendQueue::next_part() const {
+  const Chunk& front = chunks_.front();
+  size_t num_control = front.control.size();
+  if (first_written_ < num_control || !front.payload)
+    return {reinterpret_cast<const uint8_t*>(front.control.data()) + first_written_,
+            num_control - first_written_};
+  size_t begin = front.begin + first_written_ - num_control;
+  return {front.payload->data() + begin, front.end - begin};
+}
+
+size_t SendQueue::copy(uint8_t* to, size_t room) const {
+  size_t skip = first_written_, total = 0;
+  auto copy_part = [&](const void* data, size_t size) {
+    size_t skipped = std::min(skip, size);
+    skip -= skipped;
+    size_t copied = std::min(size - skipped, room - total);
+    memcpy(to + total, static_cast<const uint8_t*>(data) + skipped, copied);
+    total += copied;
+  };
+  for (const Chunk& chunk : chunks_) {
+    if (total == room) break;
+    copy_part(chunk.control.data(), chunk.control.size());
+    if (chunk.payload)
+      copy_part(chunk.payload->data() + chunk.begin, chunk.end - chunk.begin);
+  }
+  return total;
+}
+
+void SendQueue::drop(size_t num_bytes) {
   first_written_ += num_bytes;
   while (!chunks_.empty() && first_written_ >= chunks_.front().size()) {
     const Chunk& front = chunks_.front();

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <deque>
 #include <string>
+#include <utility>
 
 #include "stream/payload.h"
 
@@ -27,6 +28,12 @@ class SendQueue {
   // 0; what the socket does not take stays.
   int write_to(int socket);
 
+  // For who writes it elsewhere: what comes next, as far as it lies in one place, or
+  // copied, as much as there is room for. Both stay until they are dropped as written.
+  std::pair<const uint8_t*, size_t> next_part() const;
+  size_t copy(uint8_t* to, size_t room) const;
+  void drop(size_t num_bytes);
+
  private:
   static constexpr size_t kMaxBytes = 4 << 20;
 
@@ -38,7 +45,6 @@ class SendQueue {
   };
 
   void add(Chunk chunk);
-  void drop_written(size_t num_bytes);
 
   std::deque<Chunk> chunks_;
   size_t first_written_ = 0;  // bytes of chunks_.front() that are out

@@ -26,6 +26,7 @@ from vllm_duck.executor.duck import (
     MoeSum,
     ReplyDtype,
 )
+from vllm_duck.executor.native.tls import client_tls
 from vllm_duck.executor.wire.codec import ReplyStatus
 from vllm_duck.executor.wire.errors import error_of_reply, error_of_status
 from vllm_duck.executor.wire.identity import mismatch
@@ -82,6 +83,7 @@ class NativeFanOut:
             recover_s,
             quiet_s,
             reply_dtype == "fp32",
+            client_tls(security),
         )
 
     def send(self, request: MoeRequest) -> "_PendingSum":

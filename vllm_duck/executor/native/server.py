@@ -18,6 +18,7 @@ from vllm_duck.executor import _stream
 from vllm_duck.executor.duck import DuckInfo, ServedShard
 from vllm_duck.executor.grpcio.server import MAX_CONCURRENT_CALLS, remove_socket
 from vllm_duck.executor.native.listeners import open_listeners
+from vllm_duck.executor.native.tls import server_tls
 from vllm_duck.executor.system.process import resident_bytes
 from vllm_duck.executor.wire.codec import encode_info
 from vllm_duck.executor.wire.identity import identity_of
@@ -36,7 +37,7 @@ _WATCH_METHOD = f"/{health.SERVICE_NAME}/Watch"
 _REFLECTION_METHOD = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 
 # ControlEvent::Kind of csrc/stream/server/peer.h.
-_START, _MESSAGE, _HALF_CLOSE, _GONE, _NOTICE = range(5)
+_START, _MESSAGE, _HALF_CLOSE, _GONE, _NOTICE, _STALE_TLS = range(6)
 
 
 def make_server(
@@ -69,6 +70,7 @@ class NativeDuckServer:
     ) -> None:
         security = security or ServerSecurity()
         security.check_listen(listen)
+        tls = server_tls(security)
         sockets, self.endpoint = open_listeners(listen)
         token = security.token
         self._server = _stream.server_new(
@@ -78,6 +80,7 @@ class NativeDuckServer:
             identity_of(info),
             max_message_bytes,
             MAX_CONCURRENT_CALLS,
+            tls,
         )
         self._control = _Control(self._server, info)
 
@@ -157,6 +160,12 @@ class _Control:
             logger.warning(
                 "the duck can take no further connection (%s); those that are open go "
                 "on, and new ones wait. Raise the limit of open files (ulimit -n)",
+                method,
+            )
+        elif kind == _STALE_TLS:
+            logger.warning(
+                "certificates that have changed cannot be used (%s); new connections "
+                "get the former ones until they can",
                 method,
             )
         elif call_id not in self._calls:

@@ -1,5 +1,6 @@
 """TLS files and the shared token, as the two ends of a connection are given them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,8 @@ class ClientSecurity:
     tls_cert: bytes | None = field(default=None, repr=False)
     tls_key: bytes | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
+    # Where they were read, by the names above; for those who read them again.
+    tls_paths: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -38,6 +41,7 @@ class ClientSecurity:
             tls_cert=_read_optional("tls_cert", tls_cert),
             tls_key=_read_optional("tls_key", tls_key),
             token=None if token_file is None else read_token(token_file),
+            tls_paths=_paths(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key),
         )
 
 
@@ -52,6 +56,8 @@ class ServerSecurity:
     token: str | None = field(default=None, repr=False)
     # Listen beyond this machine with neither TLS nor a token.
     is_insecure: bool = False
+    # Where they were read, by the names above; for those who read them again.
+    tls_paths: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -75,6 +81,7 @@ class ServerSecurity:
             tls_ca=_read_optional("--tls-ca", tls_ca),
             token=None if token_file is None else read_token(token_file),
             is_insecure=is_insecure,
+            tls_paths=_paths(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key),
         )
 
     def check_listen(self, endpoint: str) -> None:
@@ -111,6 +118,10 @@ def read_token(path: str) -> str:
             f"{'empty' if not token else 'not'}"
         )
     return token
+
+
+def _paths(**paths: str | None) -> dict[str, str]:
+    return {name: path for name, path in paths.items() if path is not None}
 
 
 def _read_optional(knob: str, path: str | None) -> bytes | None:

@@ -31,7 +31,7 @@ Client::Client(const ClientOptions& options)
   for (const auto& endpoint : options.endpoints)
     links_.push_back(std::make_unique<Link>(
         int(links_.size()), endpoint, options.identities[links_.size()],
-        options.authorization, epoll_, &options_.patience, &news_));
+        options.authorization, options.tls.get(), epoll_, &options_.patience, &news_));
 }
 
 Client::~Client() {

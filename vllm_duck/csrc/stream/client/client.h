@@ -18,6 +18,7 @@ struct ClientOptions {
   std::vector<std::string> endpoints;
   std::vector<std::string> identities;  // of the ducks, see identity.py
   std::string authorization;            // empty: none
+  std::shared_ptr<TlsContext> tls;      // null: plain
   Patience patience;
   DType reply_dtype;
 };

@@ -65,6 +65,7 @@ PyObject* client_new(Arguments& args) {
   options.patience.recover = duration(args.real("recover_s"));
   options.patience.quiet = duration(args.real("quiet_s"));
   options.reply_dtype = args.truth("is_fp32") ? DType::kF32 : DType::kBf16;
+  options.tls = tls_argument(args);
   if (!args.done()) return nullptr;
   return to_capsule(std::make_unique<ClientRef>(std::make_shared<Client>(options)));
 }

@@ -30,10 +30,11 @@ void CallLog::add(CallTimes times) {
 }
 
 Link::Link(int index, const std::string& endpoints, const std::string& identity,
-           const std::string& authorization, int epoll, const Patience* patience,
-           std::vector<News>* news)
+           const std::string& authorization, TlsContext* tls, int epoll,
+           const Patience* patience, std::vector<News>* news)
     : index_(index),
       identity_(identity),
+      tls_(tls),
       epoll_(epoll),
       patience_(patience),
       news_(news) {
@@ -41,7 +42,7 @@ Link::Link(int index, const std::string& endpoints, const std::string& identity,
   for (std::string each; std::getline(list, each, '|');)
     replicas_.push_back(std::make_unique<Dialer>(each, epoll, this));
   headers_ = {{":method", "POST"},
-              {":scheme", "http"},
+              {":scheme", tls ? "https" : "http"},
               {":path", "/duck.v1.Duck/Forward"},
               {":authority", ""},  // the replica's, see on_connected()
               {"te", "trailers"},
@@ -112,8 +113,9 @@ void Link::connect_failed(const std::string& reason, Clock::time_point now) {
 void Link::on_connected(Clock::time_point now) {
   int socket = dialer().take_socket();
   tune_socket(socket, kPeerLostS);
-  connection_ = std::make_unique<Connection>(socket, /*is_server=*/false, 0,
-                                             static_cast<Connection::Owner*>(this));
+  connection_ =
+      std::make_unique<Connection>(socket, /*is_server=*/false, 0,
+                                   static_cast<Connection::Owner*>(this), open_tls());
   state_ = State::kOpen;
   is_leaving_ = is_pinged_ = is_proven_ = false;
   last_heard_ = now;
@@ -123,6 +125,10 @@ void Link::on_connected(Clock::time_point now) {
   stream_ = connection_->open_stream(headers_);
   is_watching_writes_ = true;
   watch(false);
+}
+
+std::unique_ptr<Tls> Link::open_tls() {
+  return tls_ ? tls_->open(dialer().endpoint().host()) : nullptr;
 }
 
 void Link::watch(bool wants_write) {

@@ -60,11 +60,11 @@ struct News {
 
 class Link : private Connection::Owner {
  public:
-  // `endpoints`: of the replicas, separated by |. `patience` and `news` are the
-  // client's and outlive this.
+  // `endpoints`: of the replicas, separated by |. `tls`, which is null
+  // where bytes are plain, `patience` and `news` are the client's and outlive this.
   Link(int index, const std::string& endpoints, const std::string& identity,
-       const std::string& authorization, int epoll, const Patience* patience,
-       std::vector<News>* news);
+       const std::string& authorization, TlsContext* tls, int epoll,
+       const Patience* patience, std::vector<News>* news);
   ~Link() override;
 
   void start(const TicketRef& ticket, Clock::time_point now);
@@ -84,6 +84,7 @@ class Link : private Connection::Owner {
   void on_dialed(Dialer::Outcome outcome, Clock::time_point now);
   void connect_failed(const std::string& reason, Clock::time_point now);
   void on_connected(Clock::time_point now);
+  std::unique_ptr<Tls> open_tls();
   void send_waiting(Clock::time_point now);
   void flush(Clock::time_point now);
   void settle(Clock::time_point now);
@@ -113,6 +114,7 @@ class Link : private Connection::Owner {
   int index_;
   std::string identity_;
   Headers headers_;
+  TlsContext* tls_;
   int epoll_;
   std::vector<std::unique_ptr<Dialer>> replicas_;
   size_t active_ = 0;

@@ -1,6 +1,7 @@
 #include "stream/server/peer.h"
 
 #include <new>
+#include <utility>
 
 namespace duck::stream {
 namespace {
@@ -16,10 +17,10 @@ constexpr size_t kMaxControlBytes = 64 << 10;
 
 }  // namespace
 
-Peer::Peer(uint64_t id, int socket, Owner* owner)
+Peer::Peer(uint64_t id, int socket, std::unique_ptr<Tls> tls, Owner* owner)
     : id_(id),
       owner_(owner),
-      connection_(socket, /*is_server=*/true, kMaxStreams, this) {}
+      connection_(socket, /*is_server=*/true, kMaxStreams, this, std::move(tls)) {}
 
 Peer::~Peer() {
   for (const auto& [stream_id, call] : calls_) {

@@ -14,7 +14,15 @@ namespace duck::stream {
 // Something that happened to a call of another method than Forward.
 struct ControlEvent {
   // kNotice is of no call: why the server takes no connection for now.
-  enum Kind { kStart = 0, kMessage = 1, kHalfClose = 2, kGone = 3, kNotice = 4 };
+  // kStaleTls: why files of TLS that have changed are not used.
+  enum Kind {
+    kStart = 0,
+    kMessage = 1,
+    kHalfClose = 2,
+    kGone = 3,
+    kNotice = 4,
+    kStaleTls = 5
+  };
   uint64_t call_id;
   Kind kind;
   std::string method;  // or the notice
@@ -37,7 +45,7 @@ class Peer : private Connection::Owner {
     virtual const std::string& identity() const = 0;
   };
 
-  Peer(uint64_t id, int socket, Owner* owner);
+  Peer(uint64_t id, int socket, std::unique_ptr<Tls> tls, Owner* owner);
   ~Peer() override;
 
   uint64_t id() const { return id_; }

@@ -11,12 +11,10 @@
 #include <stdexcept>
 
 #include "stream/endpoint.h"
-#include "stream/server/secrets.h"
 
 namespace duck::stream {
 namespace {
 
-constexpr const char* kHealthPrefix = "/grpc.health.v1.Health/";
 constexpr size_t kMaxPeers = 256;
 constexpr int kMaxEvents = 64;
 // Decode steps and small prompts: milliseconds of compute at most.
@@ -179,7 +177,8 @@ void Server::accept_from(uint64_t listener_key) {
   uint64_t id = ++last_peer_id_;
   std::unique_ptr<Peer> peer;
   try {
-    peer = std::make_unique<Peer>(id, socket, static_cast<Peer::Owner*>(this));
+    peer =
+        std::make_unique<Peer>(id, socket, open_tls(), static_cast<Peer::Owner*>(this));
   } catch (const std::bad_alloc&) {
     ::close(socket);
     return;
@@ -188,6 +187,14 @@ void Server::accept_from(uint64_t listener_key) {
   Peer* added = (peers_[id] = std::move(peer)).get();
   strangers_.add(id, Clock::now());
   after_io(added, added->connection().flush());
+}
+
+std::unique_ptr<Tls> Server::open_tls() {
+  if (!options_.tls) return nullptr;
+  auto tls = options_.tls->open("");
+  std::string notice = options_.tls->take_notice();
+  if (!notice.empty()) control_event({0, ControlEvent::kStaleTls, notice, Message()});
+  return tls;
 }
 
 void Server::after_io(Peer* peer, bool is_alive) {
@@ -354,34 +361,6 @@ void Server::compute_long_jobs() {
     }
     wake();
   }
-}
-
-Status Server::admit(Peer* peer, const std::string& method, const Headers& headers) {
-  const std::string* type = find_header(headers, "content-type");
-  if (!type || type->rfind("application/grpc", 0) != 0)
-    return {kStatusInternal, "expected the content type application/grpc"};
-  bool is_health = method.rfind(kHealthPrefix, 0) == 0;
-  if (!options_.authorization.empty() && !is_health) {
-    const std::string* sent = find_header(headers, "authorization");
-    if (!sent || !equal_secrets(*sent, options_.authorization))
-      return {kStatusUnauthenticated, "the duck's token is missing or wrong"};
-  }
-  if (is_draining_) return {kStatusUnavailable, "the duck is shutting down"};
-  if (!is_health && !peer->is_host) {
-    peer->is_host = true;
-    strangers_.forget(peer->id());
-  }
-  size_t max_calls = peer->is_host ? options_.max_calls : Strangers::kMaxCalls;
-  if ((peer->is_host ? num_calls_ : peer->num_calls()) >= max_calls)
-    return {kStatusResourceExhausted,
-            "the duck serves " + std::to_string(max_calls) + " calls at once"};
-  // A host has one; whoever has more of them leaves the others theirs.
-  size_t max_share = std::max<size_t>(1, options_.max_calls / kMinHosts);
-  if (peer->is_host && peer->num_calls() >= max_share)
-    return {kStatusResourceExhausted,
-            "a connection has " + std::to_string(max_share) + " calls at once"};
-  num_calls_ += peer->is_host;
-  return {};
 }
 
 uint64_t Server::control_call(Peer* peer, int32_t stream_id) {

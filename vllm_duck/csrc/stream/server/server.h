@@ -43,6 +43,7 @@ struct ServerOptions {
   std::string identity;
   size_t max_message_bytes;
   size_t max_calls;
+  std::shared_ptr<TlsContext> tls;  // null: plain
 };
 
 class Server : private Peer::Owner {
@@ -66,6 +67,7 @@ class Server : private Peer::Owner {
   void serve();
   void on_readiness(uint64_t key, uint32_t events);
   void accept_from(uint64_t listener_key);
+  std::unique_ptr<Tls> open_tls();
   void post(Task task);
   void wake();
   void run_posted();

@@ -46,6 +46,7 @@ PyObject* server_new(Arguments& args) {
   options.identity = args.text("identity");
   options.max_message_bytes = args.u64("max_message_bytes");
   options.max_calls = args.u64("max_calls");
+  options.tls = tls_argument(args);
   if (!args.done()) return nullptr;
   auto* pointer = static_cast<Compute*>(PyCapsule_GetPointer(compute, kComputeName));
   if (!pointer) return nullptr;
