@@ -7,7 +7,8 @@
 # The wheel gets the manylinux tag of the oldest C library that it can run with, which
 # follows from the system it is built on. For old systems run this in a manylinux_2_28
 # container; no other step differs. Needs g++ and network for the build tools. With the
-# native stream where nghttp2 can be had; the wheel then brings the library.
+# native stream where nghttp2 can be had, and its TLS where OpenSSL 3 can; the wheel
+# then brings the libraries.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,7 +24,8 @@ git ls-files -co --exclude-standard -- setup.py pyproject.toml MANIFEST.in READM
   tar -c -T - --ignore-failed-read | tar -x -C "$work/source"
 
 scripts/get_nghttp2.sh 2>"$work/log"
-export VLLM_DUCK_NGHTTP2=$PWD/build/nghttp2
+scripts/get_openssl.sh 2>>"$work/log"
+export VLLM_DUCK_NGHTTP2=$PWD/build/nghttp2 VLLM_DUCK_OPENSSL=$PWD/build/openssl
 
 "${PYTHON:-python3}" -m venv "$work/venv"
 python=$work/venv/bin/python

@@ -81,7 +81,7 @@ prepare_unreachable() {
   rm -rf "$root"/var/lib/apt/lists/* "$root/etc/apt/sources.list"
 }
 
-prepare_present() { apt_install libnuma1 libnghttp2-dev; }
+prepare_present() { apt_install libnuma1 libnghttp2-dev libssl-dev; }
 
 apt_install() {
   in_root apt-get update -qq

@@ -27,6 +27,10 @@ nghttp2_command() {
   install_command libnghttp2-dev libnghttp2-devel libnghttp2-devel libnghttp2 nghttp2-dev
 }
 
+openssl_command() {
+  install_command libssl-dev openssl-devel libopenssl-devel openssl openssl-dev
+}
+
 numa_command() { install_command libnuma1 numactl-libs libnuma1 numactl numactl; }
 
 # install_silently COMMAND: as root or with passwordless sudo; never asks.

@@ -23,8 +23,9 @@ main() {
   echo "Set-up of $venv: 3 to 8 minutes, once; everything it does is in $log"
 
   step "virtual environment" make_venv
-  echo "== nghttp2, for the native stream between host and ducks"
+  echo "== nghttp2 and OpenSSL, for the native stream between host and ducks"
   scripts/get_nghttp2.sh 2>>"$log" | sed 's/^/   /'
+  scripts/get_openssl.sh 2>>"$log" | sed 's/^/   /'
   step "PyTorch $torch_version for CPU (200 MB)" install_torch
   step "vLLM, vllm_duck's C++ and the tools (2 to 6 minutes)" install_packages
   echo "== what came of it, after $SECONDS s"

@@ -71,6 +71,15 @@ def test_a_missing_native_stream_is_slower_and_not_broken(monkeypatch, capsys):
     assert "libnghttp2-dev" in report
 
 
+def test_a_native_stream_without_tls_is_slower_and_not_broken(monkeypatch, capsys):
+    stream = pytest.importorskip("vllm_duck.executor._stream")
+    monkeypatch.delattr(stream, "openssl_version", raising=False)
+    code, report = run(capsys)
+    assert code == 0
+    assert "slower native stream" in report
+    assert "libssl-dev" in report
+
+
 def installed_without(tmp_path, folder):
     """A copy of the package as an installation that failed to build one extension."""
     package = Path(vllm_duck.__file__).parent

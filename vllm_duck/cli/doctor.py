@@ -119,7 +119,17 @@ def _check_stream() -> Finding:
             "libnghttp2-devel, Arch: libnghttp2), then vllm-duck again (in a clone: "
             "make -B venv)",
         )
-    return Finding("native stream", f"nghttp2 {_stream.nghttp2_version()}")
+    nghttp2 = f"nghttp2 {_stream.nghttp2_version()}"
+    if not hasattr(_stream, "openssl_version"):
+        return Finding(
+            "native stream",
+            f"{nghttp2}, without TLS: calls with TLS go through grpcio at ten times "
+            "the CPU",
+            "where TLS is wanted, install OpenSSL's headers (Debian: libssl-dev, "
+            "Fedora: openssl-devel, Arch: openssl), then vllm-duck again (in a clone: "
+            "make -B venv)",
+        )
+    return Finding("native stream", f"{nghttp2}, OpenSSL {_stream.openssl_version()}")
 
 
 def check_host() -> Iterator[Finding]:
