@@ -57,7 +57,7 @@ kernel) tests="kernel kernel_shards kernel_errors requantize checksums codec crc
 stream)
   tests="stream_fuzz matrix cuts faults stock_server server"
   # Not descriptors: the sanitizer opens pipes, and takes it for a finding if it cannot.
-  tests="$tests stop sum identity odd_calls names"
+  tests="$tests stop sum identity odd_calls names tls"
   ;;
 esac
 

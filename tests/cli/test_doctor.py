@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import vllm_duck
+from testing.ducks.wire_peers import needs_native_tls
 from vllm_duck.cli import doctor, main
 from vllm_duck.executor.compute.kernel import ISAS
 
@@ -52,8 +53,8 @@ def without_module(monkeypatch, name):
     monkeypatch.delattr(f"{package}.{child}", raising=False)
 
 
+@needs_native_tls
 def test_a_whole_machine_gets_exit_code_0_and_no_advice(capsys):
-    pytest.importorskip("vllm_duck.executor._stream")
     code, report = run(capsys)
     assert code == 0
     assert "->" not in report

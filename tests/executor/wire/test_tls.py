@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from testing.ducks.certificates import Authority, have_openssl
+from testing.ducks.meddler import Meddler, flip
 from testing.ducks.mini_model import make_request
 from testing.ducks.wire_peers import (
     NATIVE_TLS,
@@ -187,6 +188,38 @@ def test_a_port_that_says_nothing_is_no_hang(duck):
         )
         with closing(fan_out), pytest.raises(DuckUnavailable, match="answer pings"):
             fan_out.send(make_request()).wait()
+
+
+@pytest.fixture
+def meddler(duck):
+    with serving("native", security=duck.server()) as running:
+        proxy = Meddler(running.endpoint)
+        yield proxy
+        proxy.close()
+
+
+@needs_native_tls
+@pytest.mark.parametrize("direction", ["to_host", "to_duck"])
+def test_a_record_that_is_damaged_costs_the_connection_and_not_the_call(
+    meddler, direction, duck
+):
+    # Far behind the handshake.
+    setattr(meddler, direction, flip(9000))
+    with calling("native", [meddler.endpoint], security=duck.client()) as fan_out:
+        check_echo(fan_out, make_request(1, hidden_size=7168))
+    assert meddler.num_connections == 2
+
+
+@needs_native_tls
+def test_requests_in_flight_survive_a_broken_connection(meddler, duck):
+    with calling("native", [meddler.endpoint], security=duck.client()) as fan_out:
+        check_echo(fan_out, make_request())
+        meddler.passes_to_host.clear()
+        pending = fan_out.send(make_request(2))
+        meddler.cut()
+        meddler.resume()
+        (reply,) = replies_of(pending)
+    assert reply.partial.tobytes() == make_request(2).hidden.tobytes()
 
 
 @needs_native_tls
