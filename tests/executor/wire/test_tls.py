@@ -345,3 +345,36 @@ def test_calls_go_on_through_a_restart_of_the_duck(duck):
         listen = running.endpoint
         stack.enter_context(serving("native", security=duck.server(), listen=listen))
         assert pending.wait().total.shape == make_request().hidden.shape
+
+
+def _describe(endpoint, security):
+    return GrpcDescriber(endpoint, security=security).describe()
+
+
+@pytest.mark.parametrize("server", ENDS)
+def test_the_first_question_to_a_duck_says_what_would_mend_tls(
+    server, duck, authority, other_authority
+):
+    """It goes through grpcio, whatever carries the requests."""
+    old = authority.sign("old", NAMES, is_expired=True)
+    wrong = authority.sign("wrong", "DNS:other")
+    no_pem = ClientSecurity(tls_ca=b"no PEM")
+    cases = [
+        (duck.server(), other_authority.sign("host").client(), "tls_ca must be the"),
+        (old.server(), old.client(), "renew the duck's --tls-cert"),
+        (wrong.server(), wrong.client(), "--tls-cert must name its endpoint"),
+        (
+            duck.server(asks_hosts=True),
+            duck.client(),
+            "has --tls-ca, set tls_cert",
+        ),
+        (duck.server(), ClientSecurity(), "if the duck has --tls-cert, set tls_ca"),
+        (duck.server(), no_pem, "tls_ca must hold a certificate as PEM"),
+        (ServerSecurity(), duck.client(), "or leave out tls_ca"),
+    ]
+    for security, shown, match in cases:
+        with (
+            serving(server, security=security) as running,
+            pytest.raises(DuckUnavailable, match=match),
+        ):
+            _describe(running.endpoint, shown)

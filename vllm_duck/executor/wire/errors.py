@@ -44,6 +44,25 @@ _STATUS_ERRORS: dict[grpc.StatusCode, tuple[type[DuckTransportError], str]] = {
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 # Of a peer's words. Ours are shorter.
 _MAX_WORDS = 1000
+# What grpcio says of a connection that TLS has failed, and what would mend it. The
+# native stream says the latter itself.
+_FAILED_TO_CONNECT = "failed to connect"
+_CLOSED_REMEDY = (
+    "if the duck has --tls-cert, set tls_ca; if it has --tls-ca, set tls_cert and "
+    "tls_key to a certificate of that authority"
+)
+_TLS_REMEDIES = (
+    ("has expired", "renew the duck's --tls-cert"),
+    ("Hostname Verification", "the duck's --tls-cert must name its endpoint"),
+    ("VERIFY_FAILED", "tls_ca must be the authority of the duck's --tls-cert"),
+    (
+        "WRONG_VERSION_NUMBER",
+        "start the duck with --tls-cert and --tls-key, or leave out tls_ca",
+    ),
+    ("Unwrap failed", _CLOSED_REMEDY),
+    ("security handshaker", "tls_ca must hold a certificate as PEM"),
+    ("Socket closed", _CLOSED_REMEDY),
+)
 _OTHER_STATUS_ERROR = (DuckProtocolError, "did not answer as a duck")
 
 _REPLY_ERRORS: dict[ReplyStatus, type[DuckError]] = {
@@ -70,7 +89,15 @@ def error_of_reply(name: str, status: ReplyStatus, reason: str) -> DuckError:
 
 def _error(name: str, code: grpc.StatusCode, details: str) -> DuckTransportError:
     kind, meaning = _STATUS_ERRORS.get(code, _OTHER_STATUS_ERROR)
-    return kind(f"duck {name} {meaning} ({code.name}: {_shown(details)})")
+    shown = f"duck {name} {meaning} ({code.name}: {_shown(details)})"
+    return kind(f"{shown}{_tls_remedy(details or '')}")
+
+
+def _tls_remedy(details: str) -> str:
+    if not details.startswith(_FAILED_TO_CONNECT):
+        return ""
+    found = (remedy for symptom, remedy in _TLS_REMEDIES if symptom in details)
+    return next((f"; {remedy}" for remedy in found), "")
 
 
 def _shown(text: str | None) -> str:
