@@ -5,23 +5,33 @@ other cpus, has N ducks that send the hidden rows back at once. All three do the
 job: one request to N ducks, N replies, their sum in float32. Raw TCP is C++ with epoll
 (peers/raw_tcp.cpp), without HTTP/2, protobuf or checksums; grpcio is at both ends of
 its case. A call is one request to one duck; host CPU is that of the whole process.
+
+With TLS the native stream is beside itself without, and beside the raw frames over
+OpenSSL's own sockets (peers/raw_tls.cpp).
 """
 
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import Result, main
-from benchmarks.peers.raw_tcp import RawTcp, load
+from benchmarks.peers import raw_tcp, raw_tls
+from benchmarks.peers.raw_tcp import RawTcp
+from benchmarks.peers.raw_tls import RawTls
+from testing.ducks.certificates import Authority, Certificate, have_openssl
 from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.system.cpus import set_thread_cpus, thread_cpus
+from vllm_duck.executor.transports import choose_transport
 
 HIDDEN_SIZE = 7168
 NUM_TOPK = 8
@@ -50,6 +60,46 @@ def run(quick: bool) -> Iterator[Result]:
         yield from _step(servers)
         yield from _lanes(servers, num_calls)
         yield from _idle(servers)
+    yield from _tls(quick, cpus)
+
+
+def _tls(quick: bool, cpus: list[int]) -> Iterator[Result]:
+    """What encrypting costs the host."""
+    if not (
+        have_openssl()
+        and choose_transport("auto", has_tls=True).transport.name == "native"
+    ):
+        print("TLS: left out, the stream is built without, or no openssl command")
+        return
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        certificate = Authority(folder).sign("duck")
+        servers = {
+            kind: stack.enter_context(
+                _serving(kind, set(cpus[1:] or cpus), certificate)
+            )
+            for kind in ("native", "native_tls", "raw_tls")
+        }
+        for num_ducks, num_rows, num_calls in (
+            (1, 1, 60 if quick else 600),
+            (8, 1, 60 if quick else 600),
+            (32, 1, 60 if quick else 600),
+            (1, 70, 100 if quick else 400),
+            (1, 2093, 8 if quick else 30),
+        ):
+            figures = _measure(servers, num_ducks, num_rows, num_calls)
+            size_mb = round(num_rows * HIDDEN_SIZE * 2 / 1e6)
+            size = f"{size_mb}MB" if size_mb else "14KB"
+            case = f"native with TLS N={num_ducks} {size}"
+            ours = figures["native_tls"][1]
+            for kind, peer, target in (
+                ("native", "native without", "2x"),
+                ("raw_tls", "raw OpenSSL", ""),
+            ):
+                cpu_us = figures[kind][1]
+                yield Result(
+                    case, "host_cpu_us_per_call", ours, "us", peer, cpu_us, target
+                )
 
 
 def _small(servers: dict[str, "_Server"], num_ducks: int, num_calls: int) -> Iterator:
@@ -207,8 +257,14 @@ def _request(num_rows: int, seed: int = 0) -> MoeRequest:
 class _Server:
     """A process with ducks of one kind."""
 
-    def __init__(self, kind: str, process: "subprocess.Popen[str]") -> None:
+    def __init__(
+        self,
+        kind: str,
+        process: "subprocess.Popen[str]",
+        certificate: Certificate | None,
+    ) -> None:
         assert process.stdout is not None
+        self._security = certificate.client() if kind == "native_tls" else None
         self._kind = kind
         self._process = process
         self._port = int(process.stdout.readline())
@@ -216,7 +272,7 @@ class _Server:
     @contextmanager
     def calling(self, num_ducks: int, request: MoeRequest) -> Iterator[Call]:
         """A function that makes one fan-out."""
-        if self._kind == "raw":
+        if self._kind.startswith("raw"):
             data = np.concatenate(
                 [
                     part.reshape(-1).view(np.uint8)
@@ -227,7 +283,11 @@ class _Server:
                     )
                 ]
             )
-            raw = RawTcp(["127.0.0.1"] * num_ducks, self._port)
+            raw: RawTcp | RawTls
+            if self._kind == "raw":
+                raw = RawTcp(["127.0.0.1"] * num_ducks, self._port)
+            else:
+                raw = RawTls(num_ducks, self._port)
             yield lambda: raw.call(data, request.hidden.shape)
             raw.close()
             return
@@ -237,15 +297,17 @@ class _Server:
     @contextmanager
     def fleet(self, num_ducks: int) -> Iterator[Fleet]:
         """The ducks, which are N times the same one, so they are not checked."""
-        endpoints = [f"127.0.0.1:{self._port}"] * num_ducks
+        endpoints = [f"localhost:{self._port}"] * num_ducks
         with _unchecked():
-            fleet = Fleet.connect(endpoints, transport=self._transport)
+            fleet = Fleet.connect(
+                endpoints, transport=self._transport, security=self._security
+            )
         with fleet:
             yield fleet
 
     @property
     def _transport(self) -> Any:
-        return self._kind
+        return self._kind.removesuffix("_tls")
 
     def cpu_s(self) -> float:
         with open(f"/proc/{self._process.pid}/stat") as file:
@@ -263,14 +325,19 @@ def _unchecked() -> Iterator[None]:
 
 
 @contextmanager
-def _serving(kind: str, cpus: set[int]) -> Iterator[_Server]:
+def _serving(
+    kind: str, cpus: set[int], certificate: Certificate | None = None
+) -> Iterator[_Server]:
+    """certificate: of the kinds with TLS."""
+    files = ",".join(astuple(certificate)) if certificate else ""
+    command = [sys.executable, "-m", "benchmarks.rpc", "--serve", kind, files]
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.rpc", "--serve", kind, *map(str, cpus)],
+        [*command, *map(str, cpus)],
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
-        yield _Server(kind, process)
+        yield _Server(kind, process, certificate)
     finally:
         process.kill()
         process.wait()
@@ -278,20 +345,26 @@ def _serving(kind: str, cpus: set[int]) -> Iterator[_Server]:
         process.stdout.close()
 
 
-def _serve(kind: str, cpus: set[int]) -> None:
+def _serve(kind: str, files: str, cpus: set[int]) -> None:
     """Be the ducks: print the port and serve until killed."""
     set_thread_cpus(cpus)
+    certificate = Certificate(*files.split(",")) if files else None
     if kind == "raw":
-        load().raw_serve(b"127.0.0.1")
+        raw_tcp.load().raw_serve(b"127.0.0.1")
+    if kind == "raw_tls":
+        assert certificate is not None
+        pair = (certificate.cert.encode(), certificate.key.encode())
+        raw_tls.load().tls_serve(*pair)
     from testing.ducks.wire_peers import serving
 
-    with serving(kind) as server:
+    security = certificate.server() if certificate and kind == "native_tls" else None
+    with serving(kind.removesuffix("_tls"), security=security) as server:
         print(server.endpoint.rpartition(":")[2], flush=True)
         time.sleep(86400)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        _serve(sys.argv[2], {int(cpu) for cpu in sys.argv[3:]})
+        _serve(sys.argv[2], sys.argv[3], {int(cpu) for cpu in sys.argv[4:]})
     else:
         main("rpc", run, __doc__)
