@@ -31,7 +31,7 @@ _FLAGS = (
 def build(source: Path, library: Path, *flags: str) -> None:
     """Compile one source into a shared library."""
     compiler = os.environ.get("CXX", "g++")
-    command = [compiler, *_FLAGS, *flags, str(source), "-o", str(library)]
+    command = [compiler, *_FLAGS, str(source), *flags, "-o", str(library)]
     subprocess.run(command, check=True)
 
 
