@@ -69,8 +69,8 @@ class DuckConfig:
     # The dtype of partial sums on the wire. bf16 halves the bytes; fp32 keeps the
     # ducks' accumulators.
     reply_dtype: Literal["bf16", "fp32"] = "bf16"
-    # What carries the calls: "auto" takes the native stream where this build has it
-    # and TLS is off, else grpcio; "native" and "grpcio" insist.
+    # What carries the calls: "auto" takes the native stream where this build has it,
+    # and its TLS if that is on, else grpcio; "native" and "grpcio" insist.
     transport: TransportName = "auto"
     # PEM file of the authority that signed the ducks' certificates: turns TLS on.
     tls_ca: str | None = None
