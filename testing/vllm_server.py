@@ -53,6 +53,21 @@ class Server:
         except OSError:
             return False
 
+    def processes(self) -> dict[int, str]:
+        """What came of it and lives, by pid: command lines.
+
+        vLLM's titles overwrite the mark of its processes, but they stay in the server's
+        session; local ducks leave that, and have the mark.
+        """
+        found = {}
+        for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+            with suppress(OSError):
+                environ = Path(f"/proc/{pid}/environ").read_bytes()
+                if os.getsid(pid) == self.process.pid or self.mark.encode() in environ:
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                    found[pid] = command.replace(b"\0", b" ").decode()
+        return {pid: command for pid, command in found.items() if command}
+
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -109,17 +124,3 @@ def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
         return [stack.enter_context(each).getsockname()[1] for each in sockets]
-
-
-def marked_processes(mark: str) -> list[str]:
-    """Command lines of all processes that inherited the mark."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if mark.encode() in (entry / "environ").read_bytes():
-                    command = (entry / "cmdline").read_bytes()
-                    found.append(command.replace(b"\0", b" ").decode())
-            except OSError:
-                continue
-    return [command for command in found if command]

@@ -33,8 +33,8 @@ from benchmarks.fleet.ducks import (
     paced_ducks,
 )
 from benchmarks.fleet.host import Host, SocketWork, one_row
-from benchmarks.network import RATE_MBIT, linked_addresses
 from benchmarks.peers.raw_tcp import RawTcp, raw_server
+from testing.network.far_host import RATE_MBIT, far_host
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.system.cpus import set_thread_cpus, thread_cpus
 from vllm_duck.plan import machines
@@ -83,14 +83,14 @@ def _fleets(library: Path, quick: bool) -> Iterator[Result]:
     num_steps = 10 if quick else 40
     for num_ducks in (8, 32) if quick else (8, 16, 32, 64):
         with ExitStack() as stack:
-            addresses, inside, _ = stack.enter_context(linked_addresses(num_ducks))
-            ducks = stack.enter_context(paced_ducks(library, addresses, inside))
-            raw_port = stack.enter_context(raw_server(inside))
+            far = stack.enter_context(far_host(num_ducks))
+            ducks = stack.enter_context(paced_ducks(library, far.addresses, far.inside))
+            raw_port = stack.enter_context(raw_server(far.inside))
             set_thread_cpus(sorted(thread_cpus())[:-1] or thread_cpus())
             fleet = stack.enter_context(
                 Fleet.connect(ducks.endpoints, transport="native")
             )
-            raw = RawTcp(addresses, raw_port)
+            raw = RawTcp(far.addresses, raw_port)
             stack.callback(raw.close)
             host = Host(fleet)
             yield from _alone(host, ducks, raw, num_ducks, 20 * num_steps)

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common import Result
-from benchmarks.network import delayed, linked_namespace
+from benchmarks.network import delayed
 from benchmarks.overlap.engine import MTP1, PREFILL_TOKENS, Engine, one_duck_settings
 from benchmarks.overlap.paced_duck import Pace, leave_a_cpu, paced_duck
 from benchmarks.overlap.tokens import by_turns, decoding, formula
 from testing.engines import held_in_process, in_fresh_process
+from testing.network.far_host import far_host
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
@@ -137,17 +138,17 @@ def _settle(
 def behind_a_link(model_dir: Path, num_tokens: int) -> Iterator[Result]:
     with contextlib.ExitStack() as stack:
         try:
-            address, inside, has_delay = stack.enter_context(linked_namespace())
+            far = stack.enter_context(far_host())
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"link: left out, no network namespace here ({error})")
             return
-        duck = f"{address}:7100"
+        duck = f"{far.addresses[0]}:7100"
         endpoint, pace_file = stack.enter_context(
-            paced_duck(model_dir, listen=duck, prefix=inside)
+            paced_duck(model_dir, listen=duck, prefix=far.inside)
         )
-        if not has_delay:
-            endpoint = f"{address}:7101"
-            stack.enter_context(delayed(endpoint, duck, inside))
+        if not far.delays:
+            endpoint = f"{far.addresses[0]}:7101"
+            stack.enter_context(delayed(endpoint, duck, far.inside))
         found = in_fresh_process(sweep, model_dir, endpoint, pace_file, num_tokens)
         yield from _sweep_results("link", found)
 

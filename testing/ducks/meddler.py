@@ -8,13 +8,14 @@ import threading
 class Meddler:
     """Passes bytes both ways, and does to them what its fields say.
 
+    target: host and port of whom later connections go to.
     to_duck, to_host: called with a chunk of that direction and the number of bytes of
         it that went before on this connection; returns what to pass on instead.
     """
 
     def __init__(self, endpoint):
         host, _, port = endpoint.rpartition(":")
-        self._target = (host, int(port))
+        self.target = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.to_duck = self.to_host = lambda chunk, before: chunk
@@ -57,7 +58,7 @@ class Meddler:
                 host, _ = self._listener.accept()
                 self.num_connections += 1
                 try:
-                    duck = socket.create_connection(self._target)
+                    duck = socket.create_connection(self.target)
                 except ConnectionRefusedError:
                     host.close()
                     continue

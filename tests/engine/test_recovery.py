@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from testing.answers import lanes_are, runner_of, start, worker_of
-from testing.chaos import Chaos
+from testing.chaos.rounds import Chaos
 from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckUnavailable
 from vllm_duck.executor.fleet import Fleet
@@ -98,9 +98,9 @@ def test_ducks_killed_in_prefill_decode_and_draft_change_no_token(
         assert got == expected, at
 
 
-def test_random_faults_change_no_token(llm):
+def test_random_faults_change_no_token(llm, tiny_model):
     """`make chaos` for a few rounds, whose faults are always the same."""
-    chaos = Chaos(llm, seed=5)
+    chaos = Chaos(llm, tiny_model, seed=5)
     for _ in chaos.run(lambda num_rounds: num_rounds < 5):
         pass
     assert chaos.counts["wrong"] == 0

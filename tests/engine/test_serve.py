@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from testing.tool_calls import CALL, CHAT_FLAGS, call_at_once, call_in_pieces
-from testing.vllm_server import Server, marked_processes, running_server
+from testing.vllm_server import Server, running_server
 from testing.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.vllm
@@ -119,7 +119,7 @@ def test_concurrent_requests_get_the_answers_they_get_alone(server, client):
 
 
 def test_ducks_run_beside_the_server(server):
-    ducks = [c for c in marked_processes(server.mark) if "vllm_duck.cli serve" in c]
+    ducks = [c for c in server.processes().values() if "vllm_duck.cli serve" in c]
     assert len(ducks) == 2
 
 
@@ -140,5 +140,5 @@ def test_ctrl_c_ends_everything_with_exit_code_0_when_requests_have_ended(
         exit_code = server.interrupt()
     assert rest.result()[-1].choices[0].finish_reason == "length"
     assert exit_code == 0, server.log.read_text()[-3000:]
-    wait_until(lambda: not marked_processes(server.mark))
+    wait_until(lambda: not server.processes())
     server.assert_calm()

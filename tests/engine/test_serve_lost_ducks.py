@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from openai import APIError, InternalServerError, OpenAI
 
-from testing.vllm_server import Server, free_ports, marked_processes, running_server
+from testing.vllm_server import Server, free_ports, running_server
 from testing.waiting import WAIT_S, wait_until
 from vllm_duck.executor.serve.local import LocalDucks
 
@@ -227,4 +227,4 @@ def test_vllm_bench_serve_loses_no_request(server, tiny_model):
 def test_an_api_server_that_is_killed_leaves_nothing_behind(server, client):
     with _begun(client):
         server.process.kill()
-        wait_until(lambda: not marked_processes(server.mark))
+        wait_until(lambda: not server.processes())

@@ -1,0 +1,92 @@
+"""A duck on a host of its own, where cables are pulled and packets lost."""
+
+import random
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from testing.ducks.process import DuckProcess
+from testing.network.far_host import FarHost, far_host
+from testing.network.lossy_link import LossyLink, Weather, lossy_link
+
+_PORT = 7100
+LONGEST_RAIN_S = 3.0
+# Such that something of each kind happens to the few packets of a step.
+STORM = Weather(loss=0.05, doubling=0.1, swapping=0.1, delay_s=0.002)
+
+
+class Far:
+    """The far duck and its links; `endpoints` are ways to the same duck."""
+
+    def __init__(
+        self,
+        duck: DuckProcess,
+        endpoints: tuple[str, ...],
+        host: FarHost | None,
+        link: LossyLink | None,
+        longest_pull_s: float,
+        rng: random.Random,
+    ) -> None:
+        self._duck, self._host, self._link, self._rng = duck, host, link, rng
+        self._longest_pull_s = longest_pull_s
+        self.endpoints = endpoints
+        self.faults: tuple[Callable[[], None], ...] = (self.kill_the_far_duck,)
+        if host is not None:
+            self.faults += (self.pull_the_cable, self.storm)
+
+    def kill_the_far_duck(self) -> None:
+        self._duck.kill()
+
+    def pull_the_cable(self) -> None:
+        assert self._host is not None
+        with self._host.unplugged():
+            time.sleep(self._rng.uniform(0.1, self._longest_pull_s))
+
+    def storm(self) -> None:
+        """Packets are lost, doubled, swapped and late on the other way to it."""
+        assert self._link is not None
+        self._link.weather = STORM
+        time.sleep(self._rng.uniform(0.1, LONGEST_RAIN_S))
+        self._link.weather = Weather()
+
+
+@contextmanager
+def far_duck(
+    model_dir: Path, shard: str, longest_pull_s: float, rng: random.Random
+) -> Iterator[Far]:
+    """A duck behind two links of its own where root may make them, or on loopback.
+
+    Of the links one is a cable of 2.5 Gb/s, the other one loses packets.
+    """
+    source = [str(model_dir), f"--shard={shard}"]
+    try:
+        made = far_host()
+        host = made.__enter__()
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"no hosts of their own here, so no cables to pull: {error}", flush=True)
+        endpoint = f"127.0.0.1:{_free_port()}"
+        duck = DuckProcess(source, endpoint, rng)
+        try:
+            yield Far(duck, (endpoint,), None, None, longest_pull_s, rng)
+        finally:
+            duck.stop()
+        return
+    try:
+        with lossy_link(host.namespace, rng) as link:
+            duck = DuckProcess(source, f"0.0.0.0:{_PORT}", rng, host.inside)
+            ways = (host.addresses[0], link.address)
+            endpoints = tuple(f"{address}:{_PORT}" for address in ways)
+            try:
+                yield Far(duck, endpoints, host, link, longest_pull_s, rng)
+            finally:
+                duck.stop()
+    finally:
+        made.__exit__(None, None, None)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])

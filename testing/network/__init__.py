@@ -1,0 +1,1 @@
+"""Another host on this machine: a network namespace behind links. Needs root."""
