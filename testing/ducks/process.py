@@ -4,6 +4,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -42,6 +43,9 @@ class DuckProcess:
     def stop(self) -> None:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
+        self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -51,4 +55,7 @@ class DuckProcess:
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(f"the duck ended with {process.wait()}")
+        # A full pipe would stop a duck that has much to say.
+        self._reader = threading.Thread(target=process.stdout.read)
+        self._reader.start()
         return process
