@@ -60,7 +60,7 @@ def disk_is_full_while_splitting(model_dir: Path, folder: Path) -> str | None:
     _split(model_dir, undisturbed)
     size = sum(f.stat().st_size for f in undisturbed.rglob("*") if f.is_file())
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size + (1 << 20)}", "tmpfs"]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={2 * size}", "tmpfs"]
     if subprocess.run([*mount, disk], capture_output=True).returncode:
         print("no file system of its own without root: scene left out", flush=True)
         return None
