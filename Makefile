@@ -5,6 +5,7 @@
 # make fresh   the first two on a new Debian in a folder, as root (README, CI)
 # make chaos   faults at random for 20 minutes; the last line is the verdict
 # make soak    a server under load for 10 minutes, its ducks killed
+# make fuzz     a million damaged inputs to everything that reads
 # make bench   every benchmark, ours beside its peers, as a table
 # make proto   regenerate the wire code from protos/
 # The first of them makes .venv (3 to 8 minutes); later ones start at once.
@@ -26,7 +27,7 @@ export HF_HUB_OFFLINE ?= 1
 # Where it is set, each process compiles PyTorch and vLLM anew: 10 seconds a start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check check-gpu fresh chaos soak bench proto venv clean
+.PHONY: demo test check check-gpu fresh chaos soak fuzz bench proto venv clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -54,6 +55,9 @@ bench: $(READY)
 
 chaos: $(READY)
 	VLLM_LOGGING_LEVEL=ERROR $(BIN)/python -m testing.chaos $(CHAOS_FLAGS)
+
+fuzz: $(READY)
+	$(BIN)/python -m testing.fuzz $(FUZZ_FLAGS)
 
 soak: $(READY)
 	$(BIN)/python -m testing.soak $(SOAK_FLAGS)

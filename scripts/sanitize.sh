@@ -5,7 +5,7 @@
 #
 #   scripts/sanitize.sh kernel|stream [address|thread] [PYTEST ARGS]
 #   PYTHON=.venv/bin/python scripts/sanitize.sh kernel
-#   VLLM_DUCK_FUZZ_SESSIONS=100000 scripts/sanitize.sh stream address -k fuzz
+#   scripts/sanitize.sh stream --fuzz 200000           `python -m testing.fuzz` instead
 #
 # The kernel takes about ten minutes to build on two cores, the stream one.
 set -euo pipefail
@@ -31,6 +31,12 @@ address) flags="-fsanitize=address,undefined -fno-sanitize-recover=all" library=
 thread) flags="-fsanitize=thread" library=libtsan.so ;;
 esac
 
+fuzz_cases=
+if [ "${1:-}" = --fuzz ]; then
+  fuzz_cases=${2:?"expected --fuzz NUMBER_OF_CASES"}
+  shift 2
+fi
+
 cd "$(dirname "$0")/.."
 python=$(command -v "${PYTHON:-python3}")
 [[ $python = /* ]] || python=$PWD/$python
@@ -38,7 +44,7 @@ cxx=${CXX:-g++}
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 git ls-files -co --exclude-standard -- setup.py pyproject.toml README.md vllm_duck tests \
-  testing examples | tar -c -T - --ignore-failed-read | tar -x -C "$copy"
+  testing examples models | tar -c -T - --ignore-failed-read | tar -x -C "$copy"
 for built in vllm_duck/executor/_kernel vllm_duck/executor/_stream \
   vllm_duck/models/cpu/_host; do
   cp "$built.abi3.so" "$copy/$built.abi3.so"
@@ -69,7 +75,17 @@ export VLLM_DUCK_FUZZ_SESSIONS=${VLLM_DUCK_FUZZ_SESSIONS:-3000}
 # ThreadSanitizer does not survive a fork beside grpcio's threads, as these tests need.
 skipped=
 [ "$sanitizer" = address ] || skipped="--deselect=tests/executor/wire/test_faults.py::test_a_duck_that_is_killed_in_mid_call_is_unavailable_at_once --deselect=tests/executor/wire/test_tls.py"
+preload="$("$cxx" -print-file-name=$library) $("$cxx" -print-file-name=libstdc++.so)"
+if [ -n "$fuzz_cases" ]; then
+  case $extension in
+  kernel) targets="request reply" ;;
+  stream) targets="session_of_native session_of_grpcio session_of_describe answers" ;;
+  esac
+  # shellcheck disable=SC2086
+  LD_PRELOAD=$preload "$python" -m testing.fuzz --cases "$fuzz_cases" --only $targets "$@"
+  exit
+fi
 # shellcheck disable=SC2046,SC2086
-LD_PRELOAD="$("$cxx" -print-file-name=$library) $("$cxx" -print-file-name=libstdc++.so)" \
+LD_PRELOAD=$preload \
   "$python" -m pytest -p no:cacheprovider --capture=sys \
   $skipped $(printf 'tests/executor/*/test_%s.py ' $tests) "$@"

@@ -32,6 +32,6 @@ def family_of(architectures: object) -> ModelFamily:
     """
     served = {family.architecture: family for family in all_families()}
     for name in architectures if isinstance(architectures, list | tuple) else ():
-        if name in served:
+        if isinstance(name, str) and name in served:
             return served[name]
     raise DuckConfigError(f"duck serves {' or '.join(served)}, got {architectures!r}")

@@ -18,6 +18,10 @@ _REQUIRED_ROPE: dict[str, object] = {
     "partial_rotary_factor": 1,
     "truncate": True,
 }
+# What a size has room for in C++, and more layers than any model has.
+_MOST, _MOST_LAYERS = 2**31 - 1, 10_000
+_LARGEST = 1e30
+_LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 _ROPE_KEYS = (
     "rope_theta",
     "rope_type",
@@ -162,27 +166,33 @@ def read_rope(config: Any) -> RopeSettings:
     """
     parameters = getattr(config, "rope_parameters", None)
     parameters = parameters or getattr(config, "rope_scaling", None) or {}
+    if not isinstance(parameters, Mapping):
+        _refuse("the rope's parameters", "an object", parameters)
     theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
     if theta is None:
         _refuse("rope_theta", "set", None)
     _check_rope_keys(parameters)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
-        return RopeSettings(theta=float(theta))
+        return RopeSettings(theta=_number("rope_theta", theta))
     # vLLM renames "yarn" to "deepseek_yarn" for models of this family.
     if kind not in ("yarn", "deepseek_yarn"):
         _refuse("the rope type", '"yarn" or absent', kind)
     for name in ("factor", "original_max_position_embeddings"):
         if not parameters.get(name):
             _refuse(f"{name} of the rope", "set for YaRN", parameters.get(name))
+
+    def read(name: str, default: float = 0.0) -> float:
+        return _number(f"{name} of the rope", parameters.get(name) or default)
+
     return RopeSettings(
-        theta=float(theta),
-        factor=float(parameters["factor"]),
-        original_max_position=int(parameters["original_max_position_embeddings"]),
-        beta_fast=float(parameters.get("beta_fast") or 32),
-        beta_slow=float(parameters.get("beta_slow") or 1),
-        mscale=float(parameters.get("mscale") or 0),
-        mscale_all_dim=float(parameters.get("mscale_all_dim") or 0),
+        theta=_number("rope_theta", theta),
+        factor=read("factor"),
+        original_max_position=int(read("original_max_position_embeddings")),
+        beta_fast=read("beta_fast", 32.0),
+        beta_slow=read("beta_slow", 1.0),
+        mscale=read("mscale"),
+        mscale_all_dim=read("mscale_all_dim"),
     )
 
 
@@ -205,7 +215,19 @@ def _read_int(
 def _require_int(name: str, value: object, *, least: int) -> int:
     if type(value) is not int or value < least:
         _refuse(name, f"an integer >= {least}", value)
+    most = _MOST_LAYERS if name in _LAYER_COUNTS else _MOST
+    if value > most:
+        _refuse(name, f"<= {most}", value)
     return value
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        _refuse(name, "a number", value)
+    # Not NaN either, nor an integer that no float holds.
+    if not abs(value) < _LARGEST:
+        _refuse(name, f"below {_LARGEST}", value)
+    return float(value)
 
 
 def _require(name: str, got: object, expected: object) -> None:

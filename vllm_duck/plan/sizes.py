@@ -149,4 +149,5 @@ def read_sizes(path: Path) -> Sizes:
 
 
 def _is_fp8(config: dict[str, Any]) -> bool:
-    return (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"

@@ -37,6 +37,8 @@ FORMAT = "vllm_duck.split/2"
 _OLD_FORMAT = "vllm_duck.split/1"
 
 _ALIGNMENT = 4096
+# What reading a number or a key of JSON raises that is of another kind.
+_GARBLED = (KeyError, TypeError, ValueError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class Manifest:
             raise DuckCheckpointError(f"cannot read {path}: {error.strerror}") from None
         except DuckCheckpointError:
             raise
-        except (DuckConfigError, KeyError, TypeError, ValueError) as error:
+        except (DuckConfigError, *_GARBLED) as error:
             raise DuckCheckpointError(
                 f"{path} must be the manifest of a split directory, and is damaged: "
                 f"{error}; copy it again"

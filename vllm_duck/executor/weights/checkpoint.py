@@ -19,6 +19,9 @@ SINGLE_FILE = "model.safetensors"
 # Marks a directory that is not a checkpoint but one duck's part of one.
 SPLIT_MANIFEST_FILE = "manifest.json"
 
+# What a size has room for in C++, and more layers than any model has.
+_MOST, _MOST_LAYERS = 2**31 - 1, 10_000
+
 
 class Checkpoint:
     """One model directory: a single model.safetensors, or files with an index.
@@ -76,8 +79,10 @@ class Checkpoint:
     def moe_layer_ids(self) -> tuple[int, ...]:
         """Layers with routed experts by config: of the target, and of the MTP layers
         that the checkpoint holds."""
-        num_layers = self._config_int("num_hidden_layers")
-        num_mtp = self._config_int("num_nextn_predict_layers", least=0, default=0)
+        num_layers = self._config_int("num_hidden_layers", most=_MOST_LAYERS)
+        num_mtp = self._config_int(
+            "num_nextn_predict_layers", least=0, most=_MOST_LAYERS, default=0
+        )
         return tuple(
             layer_idx
             for layer_idx in range(num_layers + num_mtp)
@@ -178,15 +183,21 @@ class Checkpoint:
         return dict.fromkeys(self._header_of(single_path), SINGLE_FILE)
 
     def _config_int(
-        self, key: str, *, least: int = 1, default: int | None = None
+        self,
+        key: str,
+        *,
+        least: int = 1,
+        most: int = _MOST,
+        default: int | None = None,
     ) -> int:
         value = self.config.get(key)
         if value is None:
             value = default
-        if type(value) is not int or value < least:
+        if type(value) is not int or not least <= value <= most:
+            bounds = f">= {least}" if most == _MOST else f"in [{least}, {most}]"
             raise DuckCheckpointError(
-                f"{self.model_dir / 'config.json'} must have an integer {key} >= "
-                f"{least}, got {value!r}; is it a {self.family.name} model?"
+                f"{self.model_dir / 'config.json'} must have an integer {key} "
+                f"{bounds}, got {value!r}; is it a {self.family.name} model?"
             )
         return value
 

@@ -93,7 +93,7 @@ class ShardPlan:
             )
         except DuckConfigError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DuckConfigError(
                 'a shard plan is JSON like {"moe_intermediate_size": 64, '
                 '"n_routed_experts": 8, "shards": [{"columns": [0, 64], '
