@@ -34,6 +34,9 @@ class TorchStep:
     def lane(self, index, batch: AttentionBatch) -> "TorchStep":
         return TorchStep(batch, self.rotations[index])
 
+    def behind(self, index, batch: AttentionBatch, rotations: Tensor) -> "TorchStep":
+        return TorchStep(batch, rotations)
+
 
 class Part(nn.Module):
     """Computes with the weights as they were loaded."""
@@ -123,6 +126,7 @@ class TorchLayer(Part):
 
     def __init__(self, dims, layer_idx, caches) -> None:
         super().__init__()
+        dims.family.require(indexer=("in every layer",), index_rope=("half-split",))
         self.dims, self.layer_idx, self.caches = dims, layer_idx, caches
         self.is_moe = layer_idx in dims.moe_layer_ids
         width = dims.intermediate_size

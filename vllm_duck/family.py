@@ -72,7 +72,7 @@ class LayerRules:
 
     # How a token's experts and their weights are chosen.
     router: Rule
-    # Which layers choose by themselves what they attend to.
+    # Which layers choose by themselves what they attend to (models/index_layers.py).
     indexer: Rule
     # Which channels RoPE turns together, in the attention and in its indexer.
     rope: Rule
@@ -108,17 +108,20 @@ class ModelFamily:
         rules = [getattr(self.rules, name) for name in LayerRules.__dataclass_fields__]
         return {**self.required, **{k: v for r in rules for k, v in r.config.items()}}
 
-    def require(self, **computed: str) -> None:
+    def require(self, **computed: tuple[str, ...]) -> None:
         """Refuse to compute the family's layers by other rules than these.
+
+        computed: of each kind of rule, the names of those that there is code for.
 
         Raises:
             DuckConfigError: the family has another rule of that name.
         """
-        for what, name in computed.items():
+        for what, names in computed.items():
             rule: Rule = getattr(self.rules, what)
-            if rule.name != name:
+            if rule.name not in names:
+                known = " or ".join(map(repr, names))
                 raise DuckConfigError(
-                    f"this host computes the {what} rule {name!r}, got {rule.name!r} "
+                    f"this host computes the {what} rule {known}, got {rule.name!r} "
                     f"of {self.name}; it has to be written first (docs/backends.md)"
                 )
 

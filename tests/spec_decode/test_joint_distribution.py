@@ -39,7 +39,7 @@ BAD_WORDS = [[2], [1, 3]]
 class DraftLayer:
     """An MTP layer whose hidden state is the last two tokens, as one number."""
 
-    def draft(self, input_ids, positions, hidden, batch, wanted=None):
+    def draft(self, input_ids, positions, hidden, batch, wanted=None, behind=None):
         if wanted is not None:
             return hidden[wanted]
         last = hidden[:, 0] % (VOCAB + 1)

@@ -32,7 +32,6 @@ FAMILY = ModelFamily(
     ),
     rules=LayerRules(
         router=Rule("noaux_tc", {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
-        # Not as in GLM-5, where layers take another layer's choice.
         indexer=Rule(
             "in every layer",
             {"index_topk_freq": 1, "index_topk_pattern": None, "indexer_types": None},

@@ -37,7 +37,20 @@ class Step(Protocol):
         ...
 
     def lane(self, index: RowIndex, batch: AttentionBatch) -> "Step":
-        """Some of its rows, in this order, as a step; batch: the same tokens."""
+        """Some of its rows, in this order, as a step; batch: the same tokens.
+
+        What layers keep for those behind them is cut with the rows.
+        """
+        ...
+
+    def behind(
+        self, index: RowIndex, batch: AttentionBatch, rotations: Tensor
+    ) -> "Step":
+        """A step of further rows, each behind one of this one's.
+
+        index: that row of each. It attends to what that row chose, if the layer keeps
+        it (`Dimensions.is_choice_kept`); else it chooses for itself.
+        """
         ...
 
 

@@ -41,6 +41,12 @@ class AttentionBatch:
     def num_tokens(self) -> int:
         return len(self.slots)
 
+    @property
+    def num_visible(self) -> npt.NDArray[np.int64]:
+        """Of each row, the positions that it sees, [T]."""
+        rows = [np.arange(r.num_rows) + r.first_visible for r in self.requests]
+        return np.concatenate([np.empty(0, np.int64), *rows])
+
     def lane(self, begin: Sequence[int], end: Sequence[int]) -> "AttentionBatch":
         """Rows begin[i] to end[i] of each request i, request by request.
 

@@ -3,11 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
-from vllm_duck.errors import DuckConfigError
 from vllm_duck.families import family_of
 from vllm_duck.family import ModelFamily
+from vllm_duck.models.config_values import (
+    read_bool,
+    read_int,
+    refuse,
+    require,
+    require_bool,
+    require_int,
+    require_number,
+)
+from vllm_duck.models.index_layers import read_index_layers
 
 # Keys of the rope parameters that are not read, and the one value that is computed
 # here. Absent and null are fine.
@@ -18,10 +27,6 @@ _REQUIRED_ROPE: dict[str, object] = {
     "partial_rotary_factor": 1,
     "truncate": True,
 }
-# What a size has room for in C++, and more layers than any model has.
-_MOST, _MOST_LAYERS = 2**31 - 1, 10_000
-_LARGEST = 1e30
-_LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 _ROPE_KEYS = (
     "rope_theta",
     "rope_type",
@@ -54,11 +59,16 @@ class RopeSettings:
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Names are those of config.json, but for the two that a family reads."""
+    """Names are those of config.json, but for the first four."""
 
     family: ModelFamily
     # Layers with routed experts, MTP layers included.
     moe_layer_ids: tuple[int, ...]
+    # Layers with an indexer, MTP layers included. Each of the others attends to what
+    # the last layer with one before it has chosen.
+    index_layer_ids: tuple[int, ...]
+    # Whether the MTP layer chooses once for all of a step's drafts.
+    shares_index_in_mtp: bool
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -94,14 +104,17 @@ class Dimensions:
         """
         family = family_of(getattr(config, "architectures", None))
         for name, expected in family.config_values.items():
-            _require(name, getattr(config, name, None), expected)
-        read_int = partial(_read_int, config)
-        num_mtp = read_int("num_nextn_predict_layers", least=0, default=0)
-        layers = range(read_int("num_hidden_layers") + num_mtp)
+            require(name, getattr(config, name, None), expected)
+        read = partial(read_int, config)
+        num_mtp = read("num_nextn_predict_layers", least=0, default=0)
+        num_layers = read("num_hidden_layers")
+        layers = range(num_layers + num_mtp)
         derived: dict[str, Any] = {
             "family": family,
-            "moe_layer_ids": tuple(
-                i for i in layers if family.is_moe_layer(read_int, i)
+            "moe_layer_ids": tuple(i for i in layers if family.is_moe_layer(read, i)),
+            "index_layer_ids": read_index_layers(config, num_layers, num_mtp),
+            "shares_index_in_mtp": read_bool(
+                config, "index_share_for_mtp_iteration", default=False
             ),
             "num_nextn_predict_layers": num_mtp,
             "rope": read_rope(config),
@@ -119,22 +132,22 @@ class Dimensions:
         for name, field in self.__dataclass_fields__.items():
             value = getattr(self, name)
             if field.type is int and name != "num_nextn_predict_layers":
-                _require_int(name, value, least=1)
+                require_int(name, value, least=1)
             if field.type is float and type(value) not in (int, float):
-                _refuse(name, "a number", value)
-            if field.type is bool and type(value) is not bool:
-                _refuse(name, "true or false", value)
+                refuse(name, "a number", value)
+            if field.type is bool:
+                require_bool(name, value)
         group_size, rest = divmod(self.n_routed_experts, self.n_group)
         if rest or group_size < 2:
-            _refuse(
+            refuse(
                 "n_routed_experts",
                 f"a multiple of n_group {self.n_group}, two in each group",
                 self.n_routed_experts,
             )
         if self.topk_group > self.n_group:
-            _refuse("topk_group", f"<= n_group {self.n_group}", self.topk_group)
+            refuse("topk_group", f"<= n_group {self.n_group}", self.topk_group)
         if self.num_experts_per_tok > self.topk_group * group_size:
-            _refuse(
+            refuse(
                 "num_experts_per_tok",
                 f"<= {self.topk_group * group_size}, the experts of topk_group groups",
                 self.num_experts_per_tok,
@@ -145,13 +158,20 @@ class Dimensions:
         """Dense layers before the first layer with routed experts."""
         return min((*self.moe_layer_ids, self.num_hidden_layers))
 
+    def is_choice_kept(self, layer_idx: int) -> bool:
+        """Whether others attend to what the layer's indexer chooses."""
+        if layer_idx >= self.num_hidden_layers:
+            return self.shares_index_in_mtp
+        behind = layer_idx + 1
+        return behind < self.num_hidden_layers and behind not in self.index_layer_ids
+
     def _check_layer_types(self, config: Any) -> None:
         """The lists that newer configs have beside the numbers must say the same."""
         layers = range(self.num_hidden_layers)
         mlps = ["sparse" if i in self.moe_layer_ids else "dense" for i in layers]
-        _require("mlp_layer_types", getattr(config, "mlp_layer_types", None), mlps)
+        require("mlp_layer_types", getattr(config, "mlp_layer_types", None), mlps)
         attentions = [self.family.layer_type for _ in layers]
-        _require("layer_types", getattr(config, "layer_types", None), attentions)
+        require("layer_types", getattr(config, "layer_types", None), attentions)
 
 
 def read_rope(config: Any) -> RopeSettings:
@@ -167,26 +187,26 @@ def read_rope(config: Any) -> RopeSettings:
     parameters = getattr(config, "rope_parameters", None)
     parameters = parameters or getattr(config, "rope_scaling", None) or {}
     if not isinstance(parameters, Mapping):
-        _refuse("the rope's parameters", "an object", parameters)
+        refuse("the rope's parameters", "an object", parameters)
     theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
     if theta is None:
-        _refuse("rope_theta", "set", None)
+        refuse("rope_theta", "set", None)
     _check_rope_keys(parameters)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
-        return RopeSettings(theta=_number("rope_theta", theta))
+        return RopeSettings(theta=require_number("rope_theta", theta))
     # vLLM renames "yarn" to "deepseek_yarn" for models of this family.
     if kind not in ("yarn", "deepseek_yarn"):
-        _refuse("the rope type", '"yarn" or absent', kind)
+        refuse("the rope type", '"yarn" or absent', kind)
     for name in ("factor", "original_max_position_embeddings"):
         if not parameters.get(name):
-            _refuse(f"{name} of the rope", "set for YaRN", parameters.get(name))
+            refuse(f"{name} of the rope", "set for YaRN", parameters.get(name))
 
     def read(name: str, default: float = 0.0) -> float:
-        return _number(f"{name} of the rope", parameters.get(name) or default)
+        return require_number(f"{name} of the rope", parameters.get(name) or default)
 
     return RopeSettings(
-        theta=_number("rope_theta", theta),
+        theta=require_number("rope_theta", theta),
         factor=read("factor"),
         original_max_position=int(read("original_max_position_embeddings")),
         beta_fast=read("beta_fast", 32.0),
@@ -199,44 +219,4 @@ def read_rope(config: Any) -> RopeSettings:
 def _check_rope_keys(parameters: Mapping[str, Any]) -> None:
     for name, value in parameters.items():
         if name not in _ROPE_KEYS:
-            _require(f"{name} of the rope", value, _REQUIRED_ROPE.get(name))
-
-
-def _read_int(
-    config: Any, key: str, *, least: int = 1, default: int | None = None
-) -> int:
-    """`family.ReadInt`, once it has its config."""
-    value = getattr(config, key, None)
-    if value is None:
-        value = default
-    return _require_int(key, value, least=least)
-
-
-def _require_int(name: str, value: object, *, least: int) -> int:
-    if type(value) is not int or value < least:
-        _refuse(name, f"an integer >= {least}", value)
-    most = _MOST_LAYERS if name in _LAYER_COUNTS else _MOST
-    if value > most:
-        _refuse(name, f"<= {most}", value)
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        _refuse(name, "a number", value)
-    # Not NaN either, nor an integer that no float holds.
-    if not abs(value) < _LARGEST:
-        _refuse(name, f"below {_LARGEST}", value)
-    return float(value)
-
-
-def _require(name: str, got: object, expected: object) -> None:
-    if got is not None and got != expected:
-        _refuse(name, "absent" if expected is None else repr(expected), got)
-
-
-def _refuse(name: str, expected: str, got: object) -> NoReturn:
-    raise DuckConfigError(
-        f"config.json: {name} must be {expected}, got {got!r}; duck computes no "
-        "other model"
-    )
+            require(f"{name} of the rope", value, _REQUIRED_ROPE.get(name))

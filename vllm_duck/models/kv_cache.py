@@ -1,7 +1,8 @@
-"""The two paged caches of a layer as vLLM knows them: specs, backends, binding.
+"""The paged caches of a layer as vLLM knows them: specs, backends, binding.
 
-vLLM allocates both, counts both in its budget and keeps one block table and one
-slot mapping for all of them, since every spec has the same block size.
+A layer without an indexer has one, the others two. vLLM allocates them, counts them in
+its budget and keeps one block table and one slot mapping for all of them, since every
+spec has the same block size.
 """
 
 from dataclasses import dataclass
@@ -157,18 +158,27 @@ class IndexCache(PagedCache):
 
 @dataclass(frozen=True)
 class LayerCaches:
-    """The two caches of one layer."""
+    """The caches of one layer."""
 
     latent: LatentCache
-    index: IndexCache
+    # None: the layer has no indexer.
+    index: IndexCache | None
 
     @classmethod
-    def of(cls, dims: Dimensions, kv_dtype: KvDtype, prefix: str) -> "LayerCaches":
+    def of(
+        cls,
+        dims: Dimensions,
+        kv_dtype: KvDtype,
+        prefix: str,
+        *,
+        has_indexer: bool = True,
+    ) -> "LayerCaches":
         """Caches that vLLM will allocate; prefix: the name of the layer's attention."""
         latent = LatentFormat(dims.kv_lora_rank, dims.qk_rope_head_dim, kv_dtype)
+        index = IndexFormat(dims.index_head_dim, kv_dtype)
         return cls(
             LatentCache(f"{prefix}.latent", latent),
-            IndexCache(f"{prefix}.index", IndexFormat(dims.index_head_dim, kv_dtype)),
+            IndexCache(f"{prefix}.index", index) if has_indexer else None,
         )
 
     def current_batch(self) -> AttentionBatch:

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm_duck.config import HandOver
 from vllm_duck.executor.duck import Ducks
 from vllm_duck.executor.weights.checkpoint import Checkpoint
-from vllm_duck.models.backend import Embedding, Head, Part
+from vllm_duck.models.backend import Embedding, Head, Part, Step
 from vllm_duck.models.batch import AttentionBatch, in_memory
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
@@ -54,6 +54,8 @@ class MtpDraftModel(nn.Module):
         self.layer = backend.layer(dims, self.layer_idx, self.caches)
         self.head_norm = backend.norm(dims.hidden_size, dims.rms_norm_eps)
         self.rope = Rope(dims.rope, dims.qk_rope_head_dim)
+        # Of the last confirmed rows.
+        self._confirmed: Step
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         assert self.embed_tokens is not None
@@ -74,8 +76,10 @@ class MtpDraftModel(nn.Module):
         """
         if inputs_embeds is None:
             inputs_embeds = self.embed_input_ids(input_ids)
-        batch = self.caches.current_batch()
-        output = self._run(inputs_embeds, positions, hidden_states, batch)
+        step = self.backend.step(
+            self.caches.current_batch(), self.rope.rotations(positions)
+        )
+        output = self._run(inputs_embeds, positions, hidden_states, step)
         hidden = self.head_norm(output)
         return hidden, hidden
 
@@ -86,15 +90,25 @@ class MtpDraftModel(nn.Module):
         hidden_states: Tensor,
         batch: AttentionBatch,
         wanted: Tensor | None = None,
+        *,
+        behind: Tensor | None = None,
     ) -> Tensor:
         """Append all rows to the caches; returns the hidden states [W, H], normed.
+
+        behind: of each row the one that it drafts on from, among those of the last call
+        without it; None: they are confirmed rows.
 
         Of the wanted rows, or of all: the others' output would go nowhere, so their
         experts are not asked for. As the target's hidden states are, so are these what
         the logits and a row behind are computed from.
         """
         embeds = self.embed_input_ids(input_ids)
-        output = self._run(embeds, positions, hidden_states, batch, wanted)
+        rotations = self.rope.rotations(positions)
+        if behind is None:
+            step = self._confirmed = self.backend.step(batch, rotations)
+        else:
+            step = self._confirmed.behind(in_memory(behind), batch, rotations)
+        output = self._run(embeds, positions, hidden_states, step, wanted)
         return self.head_norm(output)
 
     def _run(
@@ -102,7 +116,7 @@ class MtpDraftModel(nn.Module):
         inputs_embeds: Tensor,
         positions: Tensor,
         hidden_states: Tensor,
-        batch: AttentionBatch,
+        step: Step,
         wanted: Tensor | None = None,
     ) -> Tensor:
         inputs_embeds = inputs_embeds.masked_fill(positions[:, None] == 0, 0)
@@ -112,7 +126,7 @@ class MtpDraftModel(nn.Module):
         backend = self.backend
         pending = self.layer.stage0(
             backend.enter(self.projection(joined)),
-            backend.step(batch, self.rope.rotations(positions)),
+            step,
             None if wanted is None else in_memory(wanted),
         )
         return backend.leave(pending.wait().rows)

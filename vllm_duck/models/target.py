@@ -35,7 +35,12 @@ class TargetModel(nn.Module):
         self.run_remote_layers: LayerRunner = run_layers
         self.embed_tokens = backend.embedding(dims.vocab_size, dims.hidden_size)
         caches = [
-            LayerCaches.of(dims, kv_dtype, f"{prefix}.layers.{i}.self_attn")
+            LayerCaches.of(
+                dims,
+                kv_dtype,
+                f"{prefix}.layers.{i}.self_attn",
+                has_indexer=i in dims.index_layer_ids,
+            )
             for i in range(dims.num_hidden_layers)
         ]
         self.first_caches = caches[0]

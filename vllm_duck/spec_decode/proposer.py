@@ -94,7 +94,11 @@ class DuckProposer(EagleProposer):
                     append(i, token_id)
                     num_drafts[i] += 1
                 hidden[requests] = self.model.draft(
-                    token_ids, deeper.positions, hidden[requests], deeper.batch
+                    token_ids,
+                    deeper.positions,
+                    hidden[requests],
+                    deeper.batch,
+                    behind=rows.last[requests],
                 )
                 sampled.append(self._sample(hidden, metadata))
                 passes.append((len(requests), _since(begin_s)))

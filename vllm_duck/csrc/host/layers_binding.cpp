@@ -93,6 +93,8 @@ PyObject* attend(Arguments& args) {
   call.rotations = args.memory<float>("rotations");
   call.latent_cache = args.memory<uint8_t>("latent_cache");
   call.index_cache = args.memory<uint8_t>("index_cache");
+  call.chosen = args.memory<int32_t>("chosen");
+  call.is_chosen = args.truth("is_chosen");
   call.residual = args.memory<uint16_t>("residual");
   call.normed = args.memory<uint16_t>("normed");
   if (attention) call.layer = attention->view();

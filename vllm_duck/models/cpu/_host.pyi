@@ -122,6 +122,8 @@ def attend(
     rotations: Memory,
     latent_cache: Memory,
     index_cache: Memory,
+    chosen: Memory,
+    is_chosen: bool,
     residual: Memory,
     normed: Memory,
     /,

@@ -1,4 +1,6 @@
-"""The attention block of a DeepSeek-V3.2 layer: MLA with the lightning indexer.
+"""The attention block of a layer: MLA over what the lightning indexer chooses.
+
+A layer without an indexer attends to what a layer before it has chosen.
 
 One call of the kernels takes the block from norm to norm: csrc/host/kernels/attend.h.
 """
@@ -13,7 +15,7 @@ from vllm_duck.errors import DuckShapeError
 from vllm_duck.models.cpu import _host
 from vllm_duck.models.cpu.linear import MergedLinear, Norm, floats, weight_parameter
 from vllm_duck.models.cpu.packing import HostModule, pack
-from vllm_duck.models.cpu.step import CpuStep, Rotations
+from vllm_duck.models.cpu.step import Choices, CpuStep, Rotations
 from vllm_duck.models.cpu.threads import Bits, Handle, current, require_bits
 from vllm_duck.models.dimensions import Dimensions
 from vllm_duck.models.kv_cache import LayerCaches
@@ -31,32 +33,36 @@ class SparseAttention(HostModule):
         DuckConfigError: the family attends by other rules.
     """
 
-    def __init__(self, dims: Dimensions, caches: LayerCaches) -> None:
+    def __init__(
+        self, dims: Dimensions, caches: LayerCaches, *, keeps_choices: bool = False
+    ) -> None:
+        """keeps_choices: layers behind it read them (`Dimensions.is_choice_kept`)."""
         super().__init__()
         dims.family.require(
-            indexer="in every layer", rope="interleaved", index_rope="half-split"
+            indexer=("in every layer", "in full layers"),
+            rope=("interleaved",),
+            index_rope=("half-split", "interleaved"),
         )
         self.dims = dims
+        self.has_indexer = caches.index is not None
+        self.keeps_choices = keeps_choices
+        self.index_n_heads = dims.index_n_heads if self.has_indexer else 0
+        self.index_head_dim = dims.index_head_dim if self.has_indexer else 0
         heads, rope_dim = dims.num_attention_heads, dims.qk_rope_head_dim
         self.qk_head_dim = dims.qk_nope_head_dim + rope_dim
         # The kernels read these weights in this order: AttentionView in
         # csrc/host/kernels/kernels.h.
-        self.down = MergedLinear(
-            dims.hidden_size,
-            {
-                "q_a_proj": dims.q_lora_rank,
-                "kv_a_proj_with_mqa": dims.kv_lora_rank + rope_dim,
-                "indexer.wk": dims.index_head_dim,
-                "indexer.weights_proj": dims.index_n_heads,
-            },
-        )
-        self.up = MergedLinear(
-            dims.q_lora_rank,
-            {
-                "q_b_proj": heads * self.qk_head_dim,
-                "indexer.wq_b": dims.index_n_heads * dims.index_head_dim,
-            },
-        )
+        down = {
+            "q_a_proj": dims.q_lora_rank,
+            "kv_a_proj_with_mqa": dims.kv_lora_rank + rope_dim,
+        }
+        up = {"q_b_proj": heads * self.qk_head_dim}
+        if self.has_indexer:
+            down["indexer.wk"] = self.index_head_dim
+            down["indexer.weights_proj"] = self.index_n_heads
+            up["indexer.wq_b"] = self.index_n_heads * self.index_head_dim
+        self.down = MergedLinear(dims.hidden_size, down)
+        self.up = MergedLinear(dims.q_lora_rank, up)
         self.kv_b = MergedLinear(
             dims.kv_lora_rank,
             {"kv_b_proj": heads * (dims.qk_nope_head_dim + dims.v_head_dim)},
@@ -67,8 +73,8 @@ class SparseAttention(HostModule):
         self.q_norm = Norm(dims.q_lora_rank, dims.rms_norm_eps)
         self.kv_norm = Norm(dims.kv_lora_rank, dims.rms_norm_eps)
         # fp32, as the official code keeps them.
-        self.index_norm = weight_parameter(dims.index_head_dim, dtype=torch.float32)
-        self.index_bias = weight_parameter(dims.index_head_dim, dtype=torch.float32)
+        self.index_norm = weight_parameter(self.index_head_dim, dtype=torch.float32)
+        self.index_bias = weight_parameter(self.index_head_dim, dtype=torch.float32)
         self.latent_cache = caches.latent
         self.index_cache = caches.index
         self.packed: Handle
@@ -89,6 +95,8 @@ class SparseAttention(HostModule):
                 f"hidden must have a row for each of the step's "
                 f"{step.batch.num_tokens} tokens, got {len(hidden)}"
             )
+        choices = self._choices(step)
+        index_cache = self.index_cache
         residual, normed = np.empty_like(hidden), np.empty_like(hidden)
         _host.attend(
             current(),
@@ -98,11 +106,28 @@ class SparseAttention(HostModule):
             hidden,
             step.rotations,
             self.latent_cache.kv_cache.data_ptr(),
-            self.index_cache.kv_cache.data_ptr(),
+            0 if index_cache is None else index_cache.kv_cache.data_ptr(),
+            0 if choices is None else choices,
+            step.is_chosen or not self.has_indexer,
             residual,
             normed,
         )
         return residual, normed
+
+    def _choices(self, step: CpuStep) -> Choices | None:
+        """Where the kernel reads or writes what rows attend to; None: nowhere."""
+        topk = self.dims.index_topk
+        if self.keeps_choices and not step.is_chosen:
+            return step.keep_choices(topk)
+        if self.has_indexer and not step.is_chosen:
+            return None
+        choices = step.choices
+        if choices is None or choices.shape != (step.num_rows, topk):
+            raise DuckShapeError(
+                f"a layer without an indexer needs choices [{step.num_rows}, {topk}] "
+                f"of a layer before it, got {getattr(choices, 'shape', None)}"
+            )
+        return choices
 
     def _require_rotations(self, rotations: Rotations, num_rows: int) -> None:
         shape = (num_rows, 1, self.dims.qk_rope_head_dim // 2)
@@ -119,12 +144,14 @@ class SparseAttention(HostModule):
             yield from module.checkpoint_views(prefix)
         yield from self.q_norm.checkpoint_views(f"{prefix}.q_a_layernorm")
         yield from self.kv_norm.checkpoint_views(f"{prefix}.kv_a_layernorm")
-        yield f"{prefix}.indexer.k_norm.weight", self.index_norm.data
-        yield f"{prefix}.indexer.k_norm.bias", self.index_bias.data
+        if self.has_indexer:
+            yield f"{prefix}.indexer.k_norm.weight", self.index_norm.data
+            yield f"{prefix}.indexer.k_norm.bias", self.index_bias.data
 
     def finish_loading(self) -> None:
-        self._interleave_index_rope()
         dims = self.dims
+        if self.has_indexer and dims.family.rules.index_rope.name == "half-split":
+            self._interleave_index_rope()
         self.packed = pack(
             _host.attention_new,
             hidden_size=dims.hidden_size,
@@ -134,8 +161,8 @@ class SparseAttention(HostModule):
             qk_nope_head_dim=dims.qk_nope_head_dim,
             qk_rope_head_dim=dims.qk_rope_head_dim,
             v_head_dim=dims.v_head_dim,
-            index_n_heads=dims.index_n_heads,
-            index_head_dim=dims.index_head_dim,
+            index_n_heads=self.index_n_heads,
+            index_head_dim=self.index_head_dim,
             index_topk=dims.index_topk,
             is_fp8=self.latent_cache.format.dtype == "fp8",
             scale=softmax_scale(dims.rope, self.qk_head_dim),

@@ -39,7 +39,9 @@ class CpuLayer(nn.Module):
 
     def __init__(self, dims: Dimensions, layer_idx: int, caches: LayerCaches) -> None:
         super().__init__()
-        self.attention = SparseAttention(dims, caches)
+        self.attention = SparseAttention(
+            dims, caches, keeps_choices=dims.is_choice_kept(layer_idx)
+        )
         self.mlp: RemoteMoe | Mlp
         if layer_idx in dims.moe_layer_ids:
             self.mlp = RemoteMoe(dims, layer_idx)

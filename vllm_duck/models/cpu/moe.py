@@ -33,7 +33,7 @@ class Router(HostModule):
 
     def __init__(self, dims: Dimensions) -> None:
         super().__init__()
-        dims.family.require(router="noaux_tc")
+        dims.family.require(router=("noaux_tc",))
         self.dims = dims
         num_experts = dims.n_routed_experts
         self.weight = weight_parameter(

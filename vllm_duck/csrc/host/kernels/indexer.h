@@ -23,7 +23,7 @@ struct RowRun {
   int request;
   int begin, end;
   int visible;    // of row `begin`; each next row sees one more
-  float* scores;  // [end - begin][stride], or null if every row sees few positions
+  float* scores;  // [end - begin][stride], or null if no row has to choose
   int stride;
   // All latent keys of the request, [num_positions][padded key_dim], or null.
   const uint16_t* decoded;
@@ -145,13 +145,23 @@ void score_runs(const Threads& threads, const Panel& panel, const RowRun* runs,
   });
 }
 
+// Where the call has a panel's row's choice.
+inline int32_t* choice_of(const Panel& panel, int row) {
+  size_t call_row = size_t(panel.begin) + row;
+  return panel.call->chosen + call_row * panel.call->layer.shape.index_topk;
+}
+
 // The positions that `row` attends to; returns how many.
-inline int choose_positions(const RowRun& run, int row, int topk, Arena* arena,
-                            int32_t* positions) {
-  int visible = run.visible_of(row);
+inline int choose_positions(const Panel& panel, const RowRun& run, int row,
+                            Arena* arena, int32_t* positions) {
+  int visible = run.visible_of(row), topk = panel.call->layer.shape.index_topk;
   if (visible <= topk) {
     for (int i = 0; i < visible; ++i) positions[i] = i;
     return visible;
+  }
+  if (panel.call->is_chosen) {
+    std::memcpy(positions, choice_of(panel, row), sizeof(int32_t) * topk);
+    return topk;
   }
   Arena::Mark mark = arena->mark();
   auto* keys = static_cast<uint32_t*>(arena->take(sizeof(uint32_t) * visible));
@@ -159,6 +169,15 @@ inline int choose_positions(const RowRun& run, int row, int topk, Arena* arena,
   select_best(scores, visible, topk, keys, positions);
   arena->release(mark);
   return topk;
+}
+
+// Keeps a choice for the layers behind, which attend to the same.
+inline void keep_choice(const Panel& panel, const RowRun& run, int row,
+                        const int32_t* positions) {
+  const AttentionCall& call = *panel.call;
+  int topk = call.layer.shape.index_topk;
+  if (!call.chosen || call.is_chosen || run.visible_of(row) <= topk) return;
+  std::memcpy(choice_of(panel, row), positions, sizeof(int32_t) * topk);
 }
 
 }  // namespace

@@ -67,6 +67,7 @@ struct AddCall {
   uint16_t* out;  // residual + (shared + routed)
 };
 
+// A layer without an indexer has index_n_heads and index_head_dim 0.
 struct AttentionShape {
   int hidden_size, num_attention_heads, q_lora_rank, kv_lora_rank;
   int qk_nope_head_dim, qk_rope_head_dim, v_head_dim;
@@ -76,6 +77,7 @@ struct AttentionShape {
 
   int qk_dim() const { return qk_nope_head_dim + qk_rope_head_dim; }
   int key_dim() const { return kv_lora_rank + qk_rope_head_dim; }
+  bool has_indexer() const { return index_n_heads > 0; }
 };
 
 struct AttentionView {
@@ -98,7 +100,11 @@ struct AttentionCall {
   const uint16_t* hidden;  // [rows][hidden] bf16
   const float* rotations;  // [rows][qk_rope_head_dim]: cos, sin, cos, sin, ...
   uint8_t* latent_cache;   // [slots][bytes]
-  uint8_t* index_cache;
+  uint8_t* index_cache;    // null without an indexer
+  // [rows][index_topk] positions in rising order, of rows that see more than these: of
+  // another layer's choice if is_chosen; else out, or null.
+  int32_t* chosen;
+  bool is_chosen;
   uint16_t* residual;  // out, [rows][hidden] bf16
   uint16_t* normed;    // out, [rows][hidden] bf16
 };

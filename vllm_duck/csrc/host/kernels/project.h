@@ -51,6 +51,7 @@ inline void split_down(const AttentionCall& call, const float* down, int row,
   rotate(kv + shape.kv_lora_rank, rotation, shape.qk_rope_head_dim, rope);
   LatentRow latent_format = latent_row(shape);
   latent_format.write(latent, rope, call.latent_cache + slot * latent_format.bytes());
+  if (!shape.has_indexer()) return;
   float* key = scratch;
   std::memcpy(key, index_key, sizeof(float) * shape.index_head_dim);
   layer_norm(key, layer.index_norm.weight, layer.index_bias, shape.index_head_dim,

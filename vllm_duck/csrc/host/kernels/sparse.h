@@ -1,6 +1,6 @@
 // Sparse attention of a panel of rows over the paged caches.
 //
-// indexer.h chooses each row's positions. They are attended in rising order, in tiles
+// indexer.h chooses each row's positions, or another layer's has. They are attended in rising order, in tiles
 // of 32: logits and weighted sums are GEMMs, so their order of additions is gemm.h's.
 // The weights are rounded to bf16 before they are summed and used, so they add up to
 // one. Nothing of this depends on the other rows of the call.
@@ -25,6 +25,7 @@ constexpr int kMaxDecoded = 32 << 10;
 // The keys that one row attends to, decoded, in both forms that the GEMMs read.
 struct ChosenKeys {
   int count, padded_count;  // a multiple of 32
+  const int32_t* positions;
   Rows rows;                // [padded_count][key_dim], zeros behind the last
   uint16_t* values;         // packed: k = position, n = latent channel
 };
@@ -42,13 +43,13 @@ inline void pack_values(const Rows& keys, int padded_count, int dim, uint16_t* o
 }
 
 template <class G>
-ChosenKeys gather_keys(const AttentionCall& call, const RowRun& run, int row,
-                       Arena* arena) {
+ChosenKeys gather_keys(const Panel& panel, const RowRun& run, int row, Arena* arena) {
+  const AttentionCall& call = *panel.call;
   const AttentionShape& shape = call.layer.shape;
   LatentRow format = latent_row(shape);
   int most = min_int(run.visible_of(row), shape.index_topk);
   auto* positions = static_cast<int32_t*>(arena->take(sizeof(int32_t) * most));
-  int count = choose_positions(run, row, shape.index_topk, arena, positions);
+  int count = choose_positions(panel, run, row, arena, positions);
   int padded_count = round_up(count, kTileK);
   int padded_dim = round_up(shape.key_dim(), kTileK);
   Rows rows = take_rows(arena, padded_count, shape.key_dim());
@@ -67,7 +68,7 @@ ChosenKeys gather_keys(const AttentionCall& call, const RowRun& run, int row,
   auto* values = static_cast<uint16_t*>(arena->take(
       sizeof(uint16_t) * padded_count * round_up(shape.kv_lora_rank, kGroup)));
   pack_values(rows, padded_count, shape.kv_lora_rank, values);
-  return {count, padded_count, rows, values};
+  return {count, padded_count, positions, rows, values};
 }
 
 // logits [count][16 heads] -> [heads][padded_count], scaled.
@@ -168,7 +169,7 @@ inline int take_runs(const Panel& panel, int begin, int end, Arena* arena, RowRu
     }
     RowRun run = {request, row,    min_int(last, row + kRunRows), visible, nullptr,
                   0,       nullptr};
-    if (run.num_positions() > shape.index_topk) {
+    if (run.num_positions() > shape.index_topk && !call.is_chosen) {
       run.stride = round_up(run.num_positions(), 16);
       size_t size = size_t(run.end - run.begin) * run.stride;
       if (*count > 0 && num_scores + size > kMaxScores) break;
@@ -218,7 +219,8 @@ void attend_runs(const Threads& threads, const Panel& panel, const RowRun* runs,
     Arena::Mark mark = arena->mark();
     int row = begin + item / shares, s = 0;
     while (runs[s].end <= row) ++s;
-    ChosenKeys keys = gather_keys<G>(*panel.call, runs[s], row, arena);
+    ChosenKeys keys = gather_keys<G>(panel, runs[s], row, arena);
+    if (item % shares == 0) keep_choice(panel, runs[s], row, keys.positions);
     Range mine = share(groups, 1, item % shares, shares);
     for (int g = mine.begin; g < mine.end; ++g) {
       int head = g * kGroup, heads = min_int(kGroup, shape.num_attention_heads - head);
