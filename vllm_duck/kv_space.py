@@ -141,18 +141,17 @@ def _shares(memory: Memory) -> str:
 def _demand(vllm_config: VllmConfig) -> Demand:
     dims = Dimensions.from_hf_config(vllm_config.model_config.hf_config)
     kv_dtype = HandOver.of(vllm_config).kv_dtype
-    formats = (
-        LatentFormat(dims.kv_lora_rank, dims.qk_rope_head_dim, kv_dtype),
-        IndexFormat(dims.index_head_dim, kv_dtype),
-    )
+    latent = LatentFormat(dims.kv_lora_rank, dims.qk_rope_head_dim, kv_dtype)
+    index = IndexFormat(dims.index_head_dim, kv_dtype)
     drafter = vllm_config.speculative_config
     num_layers = dims.num_hidden_layers + (drafter is not None)
+    num_indexed = sum(layer_idx < num_layers for layer_idx in dims.index_layer_ids)
     num_drafts = 0 if drafter is None else drafter.num_speculative_tokens
     return Demand(
         num_requests=vllm_config.scheduler_config.max_num_seqs,
         request_len=vllm_config.model_config.max_model_len + num_drafts,
         block_len=vllm_config.cache_config.block_size,
-        token_bytes=num_layers * sum(each.token_bytes for each in formats),
+        token_bytes=num_layers * latent.token_bytes + num_indexed * index.token_bytes,
     )
 
 

@@ -24,7 +24,7 @@ def test_the_bundled_checkpoint_has_as_many_parameters_as_counted(tiny_model):
     assert sizes.experts_bytes(1.0) == counted["experts"]
     layers, moe = sizes.num_layers, sizes.num_moe + sizes.num_mtp
     assert counted["rest"] == (
-        layers * (sizes.attention + sizes.index_weights)
+        layers * (sizes.attention + sizes.indexer + sizes.index_weights)
         + moe * (sizes.shared + sizes.router)
         + sizes.num_dense * sizes.dense
         + sizes.num_mtp * sizes.mtp_projection

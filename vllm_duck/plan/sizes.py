@@ -29,11 +29,11 @@ class Sizes:
 
     @property
     def attention(self) -> int:
-        """Of a layer, but for the indexer's head weights."""
+        """Of a layer, but for its indexer."""
         d = self.dims
         query = d.qk_nope_head_dim + d.qk_rope_head_dim
-        down = d.q_lora_rank + d.kv_lora_rank + d.qk_rope_head_dim + d.index_head_dim
-        up = d.num_attention_heads * query + d.index_n_heads * d.index_head_dim
+        down = d.q_lora_rank + d.kv_lora_rank + d.qk_rope_head_dim
+        up = d.num_attention_heads * query
         kv_up = d.num_attention_heads * (d.qk_nope_head_dim + d.v_head_dim)
         return (
             d.hidden_size * down
@@ -43,8 +43,15 @@ class Sizes:
         )
 
     @property
+    def indexer(self) -> int:
+        """Of a layer that has one, but for its head weights."""
+        d = self.dims
+        up = d.index_n_heads * d.index_head_dim
+        return d.hidden_size * d.index_head_dim + d.q_lora_rank * up
+
+    @property
     def index_weights(self) -> int:
-        """The indexer's head weights of a layer; bf16 in every checkpoint."""
+        """The indexer's head weights; bf16 in every checkpoint."""
         return self.dims.hidden_size * self.dims.index_n_heads
 
     @property
@@ -84,6 +91,16 @@ class Sizes:
         return min(1, self.dims.num_nextn_predict_layers)
 
     @property
+    def num_indexers(self) -> int:
+        """Layers with an indexer, the MTP layer included."""
+        return sum(layer < self.num_layers for layer in self.dims.index_layer_ids)
+
+    @property
+    def index_share(self) -> float:
+        """Of the layers, those with an indexer."""
+        return self.num_indexers / self.num_layers
+
+    @property
     def num_moe(self) -> int:
         """Layers with routed experts that a step runs, without the MTP layer."""
         last = self.dims.num_hidden_layers
@@ -94,7 +111,9 @@ class Sizes:
         return self.dims.num_hidden_layers - self.num_moe
 
     def attention_bytes(self, weight_bytes: float) -> float:
-        return self.attention * weight_bytes + self.index_weights * BF16_BYTES
+        """Of a layer, with its share of the indexers."""
+        indexer = self.indexer * weight_bytes + self.index_weights * BF16_BYTES
+        return self.attention * weight_bytes + self.index_share * indexer
 
     def moe_host_bytes(self, weight_bytes: float) -> float:
         """What the host reads of a MoE layer."""
@@ -128,7 +147,8 @@ class Sizes:
     @property
     def kv_bytes(self) -> int:
         """Of one token in all fp8 caches."""
-        return self.num_layers * (FP8_LATENT_BYTES + FP8_INDEX_BYTES)
+        index_bytes = self.num_indexers * FP8_INDEX_BYTES
+        return self.num_layers * FP8_LATENT_BYTES + index_bytes
 
 
 def read_sizes(path: Path) -> Sizes:

@@ -183,11 +183,12 @@ class Planner:
         """Of a layer whose weights take so many bytes."""
         d = self.sizes.dims
         attended = min(context, d.index_topk)
-        to_read = num_bytes + context * FP8_INDEX_BYTES + attended * FP8_LATENT_BYTES
+        indexed = context * self.sizes.index_share
+        to_read = num_bytes + indexed * FP8_INDEX_BYTES + attended * FP8_LATENT_BYTES
         # Scores of the indexer; scores and sums over the latent.
         width = 2 * d.kv_lora_rank + d.qk_rope_head_dim
         row_flops = 2 * (num_bytes / self.host_bytes)
-        row_flops += 2 * d.index_n_heads * d.index_head_dim * context
+        row_flops += 2 * d.index_n_heads * d.index_head_dim * indexed
         row_flops += 2 * d.num_attention_heads * width * attended
         work_s = num_rows * row_flops / self.host.flop_rate
         return max(to_read / self.host.read_rate, work_s) + self.host.layer_s
