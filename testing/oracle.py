@@ -1,7 +1,7 @@
 """The same weights for the peers: a checkpoint without fp8, for transformers and vLLM.
 
-transformers' DeepseekV32ForCausalLM was written independently of this project and of
-DeepSeek's own code: it is the reference for every number of the trunk.
+transformers' classes, as DeepseekV32ForCausalLM, were written independently of this
+project and of DeepSeek's own code: the reference for every number of the trunk.
 """
 
 import json
@@ -71,13 +71,17 @@ def write_dequantized(
 
 
 def load_transformers(checkpoint_dir: Path, dtype: torch.dtype) -> Any:
-    from transformers import DeepseekV32ForCausalLM
+    import transformers
 
-    # By its class: where vLLM is imported, transformers' Auto classes read this
-    # architecture as the dense DeepSeek-V3.
-    return DeepseekV32ForCausalLM.from_pretrained(
-        checkpoint_dir, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    config = json.loads((checkpoint_dir / "config.json").read_text())
+    (architecture,) = config["architectures"]
+    # By its class: where vLLM is imported, transformers' Auto classes read
+    # DeepseekV32ForCausalLM as the dense DeepSeek-V3.
+    return (
+        getattr(transformers, architecture)
+        .from_pretrained(checkpoint_dir, dtype=dtype, attn_implementation="eager")
+        .eval()
+    )
 
 
 def _write_config(config: dict[str, Any], out_dir: Path, as_dense_v3: bool) -> None:

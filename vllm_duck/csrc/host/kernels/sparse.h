@@ -1,9 +1,9 @@
 // Sparse attention of a panel of rows over the paged caches.
 //
-// indexer.h chooses each row's positions, or another layer's has. They are attended in rising order, in tiles
-// of 32: logits and weighted sums are GEMMs, so their order of additions is gemm.h's.
-// The weights are rounded to bf16 before they are summed and used, so they add up to
-// one. Nothing of this depends on the other rows of the call.
+// indexer.h chooses each row's positions, or another layer has. They are attended in
+// rising order, in tiles of 32: logits and weighted sums are GEMMs, so their order of
+// additions is gemm.h's. The weights are rounded to bf16 before they are summed and
+// used, so they add up to one. Nothing of this depends on the other rows of the call.
 // Source: DeepSeek-V3.2 technical report, 2.1; inference/model.py::MLA.
 // Include after the target pragma of the source that uses it; G names its kernels.
 #pragma once

@@ -1,0 +1,1 @@
+"""Tiny checkpoints of the model families that have no bundled one, random, by name."""
