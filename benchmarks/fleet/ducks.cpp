@@ -29,6 +29,7 @@ using duck::stream::make_payload;
 using duck::stream::PayloadRef;
 using duck::stream::Peer;
 using duck::stream::ReplyWriter;
+using duck::stream::Share;
 using duck::stream::Status;
 
 constexpr size_t kMaxMessageBytes = 256 << 20;
@@ -66,7 +67,8 @@ class PacedDuck : public Peer::Owner {
 
  private:
   Status admit(Peer* peer, const std::string&, const Headers&) override {
-    peer->is_host = true;
+    if (!peer->is_host()) peer->become_host(std::make_shared<Share>());
+    ++peer->share()->num_calls;
     return {};
   }
   void call_ended(bool) override {}

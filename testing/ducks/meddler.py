@@ -9,12 +9,14 @@ class Meddler:
     """Passes bytes both ways, and does to them what its fields say.
 
     target: host and port of whom later connections go to.
+    source: the address that the duck sees them come from.
     to_duck, to_host: called with a chunk of that direction and the number of bytes of
         it that went before on this connection; returns what to pass on instead.
     """
 
-    def __init__(self, endpoint):
+    def __init__(self, endpoint, source="127.0.0.1"):
         host, _, port = endpoint.rpartition(":")
+        self._source = (source, 0)
         self.target = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -58,7 +60,9 @@ class Meddler:
                 host, _ = self._listener.accept()
                 self.num_connections += 1
                 try:
-                    duck = socket.create_connection(self.target)
+                    duck = socket.create_connection(
+                        self.target, source_address=self._source
+                    )
                 except ConnectionRefusedError:
                     host.close()
                     continue

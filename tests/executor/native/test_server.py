@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import grpc
 import numpy as np
@@ -215,11 +215,16 @@ def test_calls_beyond_64_are_refused_and_the_others_go_on(server):
         return details
 
     with ExitStack() as stack:
+        # One address has 48.
+        elsewhere = stack.enter_context(
+            closing(Meddler(server.endpoint, source="127.0.0.2"))
+        )
         # A connection for each.
         options = [("grpc.use_local_subchannel_pool", 1)]
+        endpoints = 3 * [server.endpoint] + 2 * [elsewhere.endpoint]
         channels = [
-            stack.enter_context(grpc.insecure_channel(server.endpoint, options=options))
-            for _ in range(5)
+            stack.enter_context(grpc.insecure_channel(endpoint, options=options))
+            for endpoint in endpoints
         ]
         calls = []
         for channel in channels[:4]:

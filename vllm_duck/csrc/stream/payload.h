@@ -87,6 +87,10 @@ class Assembler {
   Message take();
   bool is_between_messages() const { return num_prefix_ == 0; }
   size_t announced_bytes() const { return announced_; }
+  // Of a message that has begun: memory is reserved for all of it.
+  size_t unfinished_bytes() const {
+    return num_prefix_ == kPrefixBytes ? announced_ : 0;
+  }
   // Where the rest of the message that has begun may be put before it is fed; empty
   // between messages.
   Room room() { return {message_.end(), message_.room()}; }

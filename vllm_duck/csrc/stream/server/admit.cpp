@@ -22,20 +22,46 @@ Status Server::admit(Peer* peer, const std::string& method, const Headers& heade
       return {kStatusUnauthenticated, "the duck's token is missing or wrong"};
   }
   if (is_draining_) return {kStatusUnavailable, "the duck is shutting down"};
-  if (!is_health && !peer->is_host) {
-    peer->is_host = true;
-    strangers_.forget(peer->id());
+  if (method != kForwardPath && is_control_behind())
+    return {kStatusUnavailable, "too many calls wait for the duck's answer"};
+  if (!is_health && !peer->is_host()) {
+    Status status = admit_host(peer);
+    if (status.code != kStatusOk) return status;
   }
-  size_t max_calls = peer->is_host ? options_.max_calls : Strangers::kMaxCalls;
-  if ((peer->is_host ? num_calls_ : peer->num_calls()) >= max_calls)
+  return admit_call(peer);
+}
+
+Status Server::admit_host(Peer* peer) {
+  constexpr size_t kMax = kMaxPeers - kMaxPeers / kMinHosts;
+  ShareRef share = shares_.of(peer->connection().socket());
+  if (share->num_connections >= kMax)
+    return {kStatusResourceExhausted, "the hosts of an address have " +
+                                          std::to_string(kMax) +
+                                          " connections at once"};
+  peer->become_host(std::move(share));
+  strangers_.forget(peer->id());
+  return {};
+}
+
+Status Server::admit_call(Peer* peer) {
+  auto refusal = [](const char* who, size_t max_calls) -> Status {
     return {kStatusResourceExhausted,
-            "the duck serves " + std::to_string(max_calls) + " calls at once"};
-  // A host has one; whoever has more of them leaves the others theirs.
+            who + std::to_string(max_calls) + " calls at once"};
+  };
+  if (!peer->is_host())
+    return peer->num_calls() < Strangers::kMaxCalls
+               ? Status{}
+               : refusal("the duck serves ", Strangers::kMaxCalls);
+  // A host needs one; whoever has more of them leaves the others theirs.
   size_t max_share = std::max<size_t>(1, options_.max_calls / kMinHosts);
-  if (peer->is_host && peer->num_calls() >= max_share)
-    return {kStatusResourceExhausted,
-            "a connection has " + std::to_string(max_share) + " calls at once"};
-  num_calls_ += peer->is_host;
+  size_t max_of_address = std::max<size_t>(1, options_.max_calls - max_share);
+  if (num_calls_ >= options_.max_calls)
+    return refusal("the duck serves ", options_.max_calls);
+  if (peer->num_calls() >= max_share) return refusal("a connection has ", max_share);
+  if (peer->share()->num_calls >= max_of_address)
+    return refusal("the hosts of an address have ", max_of_address);
+  ++num_calls_;
+  ++peer->share()->num_calls;
   return {};
 }
 

@@ -1,19 +1,19 @@
 #include "stream/server/peer.h"
 
+#include <algorithm>
 #include <new>
 #include <utility>
 
 namespace duck::stream {
 namespace {
 
-constexpr const char* kForwardPath = "/duck.v1.Duck/Forward";
 // Of one connection; a host needs one, and a few more for looking at the duck.
 constexpr uint32_t kMaxStreams = 64;
 constexpr size_t kMaxWaitingRequests = 64;
 // Replies that a host has not read; then its requests wait.
 constexpr size_t kMaxUnsentBytes = 64 << 20;
 // Messages of the other methods are names and flags.
-constexpr size_t kMaxControlBytes = 64 << 10;
+constexpr size_t kMaxControlBytes = 4 << 10;
 
 }  // namespace
 
@@ -24,7 +24,7 @@ Peer::Peer(uint64_t id, int socket, std::unique_ptr<Tls> tls, Owner* owner)
 
 Peer::~Peer() {
   for (const auto& [stream_id, call] : calls_) {
-    owner_->call_ended(call.is_counted);
+    end_call(call);
     try {
       if (!call.is_forward)
         owner_->control_event({call.control_id, ControlEvent::kGone, "", Message()});
@@ -33,6 +33,36 @@ Peer::~Peer() {
     }
   }
   calls_.clear();
+  if (!share_) return;
+  --share_->num_connections;
+  share_->num_bytes -= charged_bytes_;
+}
+
+void Peer::become_host(ShareRef share) {
+  share_ = std::move(share);
+  ++share_->num_connections;
+}
+
+void Peer::charge() {
+  if (!share_) return;
+  size_t num_bytes = in_flight_bytes();
+  share_->num_bytes += num_bytes - charged_bytes_;
+  charged_bytes_ = num_bytes;
+}
+
+size_t Peer::in_flight_bytes() {
+  size_t total = connection_.unsent_bytes();
+  for (const auto& [stream_id, call] : calls_) {
+    total += call.waiting_bytes;
+    Stream* stream = connection_.find(stream_id);
+    if (stream && call.is_forward) total += stream->inbox.unfinished_bytes();
+  }
+  return total;
+}
+
+void Peer::end_call(const Call& call) {
+  owner_->call_ended(call.is_counted);
+  if (call.is_counted) --share_->num_calls;
 }
 
 bool Peer::has_job() const {
@@ -42,9 +72,7 @@ bool Peer::has_job() const {
 std::unique_ptr<Job> Peer::take_job() {
   std::unique_ptr<Job> job = std::move(waiting_.front());
   waiting_.pop_front();
-  auto found = calls_.find(job->stream_id);
-  if (found == calls_.end()) return nullptr;  // the host has given the call up
-  Call& call = found->second;
+  Call& call = calls_.at(job->stream_id);
   --call.num_waiting;
   call.waiting_bytes -= job->message.size();
   ++call.num_computing;
@@ -113,7 +141,7 @@ void Peer::on_headers(Stream* stream, bool) {
   if (status.code != kStatusOk) return connection_.finish(stream, status);
   Call call{};
   call.is_forward = method == kForwardPath;
-  call.is_counted = is_host;
+  call.is_counted = is_host();
   if (call.is_forward)
     ++num_forward_calls_;
   else
@@ -128,8 +156,11 @@ void Peer::on_headers(Stream* stream, bool) {
 
 size_t Peer::max_message_bytes(const Stream& stream) {
   auto found = calls_.find(stream.id);
-  bool is_forward = found != calls_.end() && found->second.is_forward;
-  return is_forward ? owner_->max_message_bytes() : kMaxControlBytes;
+  if (found == calls_.end() || !found->second.is_forward) return kMaxControlBytes;
+  charge();
+  size_t most = max_share_bytes(owner_->max_message_bytes());
+  size_t left = most - std::min(most, share_->num_bytes);
+  return std::min(owner_->max_message_bytes(), left);
 }
 
 void Peer::on_message(Stream* stream, Message message) {
@@ -174,11 +205,20 @@ void Peer::on_refusal(Stream* stream, Connection::Refusal why) {
         stream, {kStatusResourceExhausted,
                  "the duck has no memory for a message of " +
                      std::to_string(stream->inbox.announced_bytes()) + " bytes"});
-  connection_.finish(
-      stream,
-      {kStatusResourceExhausted,
-       "expected a message of at most " + std::to_string(max_message_bytes(*stream)) +
-           " bytes, got one of " + std::to_string(stream->inbox.announced_bytes())});
+  auto found = calls_.find(stream->id);
+  bool is_forward = found != calls_.end() && found->second.is_forward;
+  size_t most = is_forward ? owner_->max_message_bytes() : kMaxControlBytes;
+  size_t announced = stream->inbox.announced_bytes();
+  if (announced <= most)
+    return connection_.finish(
+        stream,
+        {kStatusResourceExhausted,
+         "the hosts of an address have " + std::to_string(max_share_bytes(most)) +
+             " bytes of requests and replies at once, got one of " +
+             std::to_string(announced) + " more"});
+  connection_.finish(stream, {kStatusResourceExhausted,
+                              "expected a message of at most " + std::to_string(most) +
+                                  " bytes, got one of " + std::to_string(announced)});
 }
 
 void Peer::on_half_close(Stream* stream) {
@@ -200,11 +240,14 @@ void Peer::on_close(Stream* stream, uint32_t) {
   if (found == calls_.end()) return;
   Call call = found->second;
   calls_.erase(found);
-  owner_->call_ended(call.is_counted);
-  if (call.is_forward)
-    --num_forward_calls_;
-  else
-    owner_->control_event({call.control_id, ControlEvent::kGone, "", Message()});
+  end_call(call);
+  if (!call.is_forward)
+    return owner_->control_event({call.control_id, ControlEvent::kGone, "", Message()});
+  --num_forward_calls_;
+  // Nobody waits for them.
+  auto is_its_job = [stream](const auto& job) { return job->stream_id == stream->id; };
+  waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(), is_its_job),
+                 waiting_.end());
 }
 
 }  // namespace duck::stream

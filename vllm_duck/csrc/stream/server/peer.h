@@ -8,8 +8,11 @@
 
 #include "stream/connection.h"
 #include "stream/server/job.h"
+#include "stream/server/shares.h"
 
 namespace duck::stream {
+
+constexpr const char* kForwardPath = "/duck.v1.Duck/Forward";
 
 // Something that happened to a call of another method than Forward.
 struct ControlEvent {
@@ -66,8 +69,14 @@ class Peer : private Connection::Owner {
   // For the server: what epoll was told last, and whether a turn is on its way.
   uint32_t watched_events = 0;
   bool is_queued = false;
+
   // Not a stranger: a call has been let in that needs the token, if there is one.
-  bool is_host = false;
+  bool is_host() const { return share_ != nullptr; }
+  void become_host(ShareRef share);
+  // Only of a host.
+  Share* share() { return share_.get(); }
+  // Tells the share what this connection holds of it now.
+  void charge();
 
   bool has_forward_calls() const { return num_forward_calls_ > 0; }
   size_t num_calls() const { return calls_.size(); }
@@ -83,6 +92,8 @@ class Peer : private Connection::Owner {
     bool is_last_request_in = false;
   };
 
+  size_t in_flight_bytes();
+  void end_call(const Call& call);
   void hold_or_reopen(Stream* stream, const Call& call);
   void end_if_answered(Stream* stream, const Call& call);
 
@@ -96,6 +107,8 @@ class Peer : private Connection::Owner {
 
   uint64_t id_;
   Owner* owner_;
+  ShareRef share_;
+  size_t charged_bytes_ = 0;
   std::unordered_map<int32_t, Call> calls_;
   std::deque<std::unique_ptr<Job>> waiting_;
   size_t num_forward_calls_ = 0;

@@ -15,7 +15,6 @@
 namespace duck::stream {
 namespace {
 
-constexpr size_t kMaxPeers = 256;
 constexpr int kMaxEvents = 64;
 // Decode steps and small prompts: milliseconds of compute at most.
 constexpr uint32_t kMaxInlineRows = 64;
@@ -206,6 +205,7 @@ void Server::after_io(Peer* peer, bool is_alive) {
     return;
   }
   queue(peer);
+  peer->charge();
   uint32_t events = EPOLLIN;
   if (peer->connection().is_clogged()) events |= EPOLLOUT;
   if (events == peer->watched_events) return;
@@ -315,7 +315,6 @@ void Server::compute_next() {
   peer->is_queued = false;
   if (!peer->has_job()) return;
   std::unique_ptr<Job> job = peer->take_job();
-  if (!job) return queue(peer);
   turns_.begin(id, job->request.num_rows);
   job->is_long = turns_.is_long(job->request.num_rows);
   queue(peer);
@@ -374,6 +373,11 @@ void Server::control_event(ControlEvent event) {
   std::lock_guard<std::mutex> lock(events_mutex_);
   events_.push_back(std::move(event));
   event_ready_.notify_one();
+}
+
+bool Server::is_control_behind() {
+  std::lock_guard<std::mutex> lock(events_mutex_);
+  return events_.size() >= kMaxControlEvents;
 }
 
 }  // namespace duck::stream

@@ -8,10 +8,10 @@
 //
 // Connections that have not shown the token yet have a small share: see Strangers.
 //
-// Held at most: one unfinished message for each of kMaxCalls calls; as many requests
-// that wait as 64, or one message's limit, for each call, then HTTP/2 flow control
-// makes the host wait; and replies of 64 MiB for each host, then its requests wait.
-// What was held is kept for the next messages, up to Block::kMaxKept.
+// Held at most, of requests and replies: a share for each address (see shares.h), of
+// which a call has as many requests that wait as 64, or one message's limit, then
+// HTTP/2 flow control makes the host wait; and a connection replies of 64 MiB, then its
+// requests wait. What was held is kept for the next messages, up to Block::kMaxKept.
 #pragma once
 
 #include <atomic>
@@ -28,6 +28,7 @@
 
 #include "stream/server/listeners.h"
 #include "stream/server/peer.h"
+#include "stream/server/shares.h"
 #include "stream/server/strangers.h"
 #include "stream/server/turns.h"
 
@@ -35,6 +36,9 @@ namespace duck::stream {
 
 // So many hosts find calls free whatever one of them does.
 constexpr size_t kMinHosts = 4;
+constexpr size_t kMaxPeers = 256;
+// Of calls that Python answers; more are refused until it has caught up.
+constexpr size_t kMaxControlEvents = 1024;
 
 struct ServerOptions {
   std::vector<int> listeners;  // taken over
@@ -91,6 +95,9 @@ class Server : private Peer::Owner {
 
   Status admit(Peer* peer, const std::string& method, const Headers& headers) override;
   void call_ended(bool was_counted) override { num_calls_ -= was_counted; }
+  Status admit_host(Peer* peer);
+  Status admit_call(Peer* peer);
+  bool is_control_behind();
   uint64_t control_call(Peer* peer, int32_t stream_id) override;
   void control_event(ControlEvent event) override;
   size_t max_message_bytes() const override { return options_.max_message_bytes; }
@@ -111,6 +118,7 @@ class Server : private Peer::Owner {
   uint64_t peer_at_work_ = 0;
   Turns turns_;
   Strangers strangers_;
+  Shares shares_;
   size_t num_calls_ = 0;  // of hosts
   uint64_t last_peer_id_ = 0;
   uint64_t last_call_id_ = 0;
