@@ -274,7 +274,9 @@ def test_new_connections_get_the_certificate_that_is_there_now(tmp_path, caplog)
 
 
 @needs_native_tls
-def test_a_host_reads_its_files_again_when_it_connects(tmp_path, duck, other_authority):
+def test_a_host_reads_its_files_again_when_it_connects(
+    tmp_path, duck, other_authority, caplog
+):
     other = other_authority.sign("renewed", NAMES)
     ca = tmp_path / "ca.pem"
     ca.write_bytes(Path(duck.ca).read_bytes())
@@ -285,6 +287,14 @@ def test_a_host_reads_its_files_again_when_it_connects(tmp_path, duck, other_aut
     ):
         with pytest.raises(DuckUnavailable, match="tls_ca must be"):
             fan_out.send(make_request()).wait()
+        ca.write_text("no certificate")
+
+        def is_said():
+            with pytest.raises(DuckUnavailable, match="tls_ca must be"):
+                fan_out.send(make_request()).wait()
+            return "cannot be used (tls_ca" in caplog.text
+
+        wait_until(is_said)
         ca.write_bytes(Path(other.ca).read_bytes())
 
         def is_let_in():

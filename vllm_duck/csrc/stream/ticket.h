@@ -28,8 +28,9 @@ struct Failure {
     kIdentity = 5,  // text: who answered instead of the duck
     kGaveUp = 6,    // code: milliseconds that it was lost, text: why
     // No failures, but news of a duck.
-    kLost = 7,  // text: why
-    kBack = 8,  // code: milliseconds that it was lost
+    kLost = 7,      // text: why
+    kBack = 8,      // code: milliseconds that it was lost
+    kStaleTls = 9,  // text: why files of TLS that have changed are not used
   };
   Kind kind;
   int code;

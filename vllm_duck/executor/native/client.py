@@ -26,7 +26,7 @@ from vllm_duck.executor.duck import (
     MoeSum,
     ReplyDtype,
 )
-from vllm_duck.executor.native.tls import client_tls
+from vllm_duck.executor.native.tls import client_tls, log_stale_files
 from vllm_duck.executor.wire.codec import ReplyStatus
 from vllm_duck.executor.wire.errors import error_of_reply, error_of_status
 from vllm_duck.executor.wire.identity import mismatch
@@ -42,7 +42,7 @@ _LARGE_SUM = (64 << 10) // 4
 
 # Failure::Kind of csrc/stream/ticket.h.
 _STATUS, _REFUSED, _TIMEOUT, _PROTOCOL, _CLOSED, _IDENTITY = range(6)
-_GAVE_UP, _LOST, _BACK = range(6, 9)
+_GAVE_UP, _LOST, _BACK, _STALE_TLS = range(6, 10)
 
 
 class NativeFanOut:
@@ -149,6 +149,8 @@ class NativeFanOut:
                 self._log.lost(name, text, self._recover_s)
             elif kind == _BACK:
                 self._log.back(name, code / 1000)
+            elif kind == _STALE_TLS:
+                log_stale_files(text)
             else:
                 raise self.error(duck_idx, kind, code, text)
 

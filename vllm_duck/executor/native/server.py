@@ -18,7 +18,7 @@ from vllm_duck.executor import _stream
 from vllm_duck.executor.duck import DuckInfo, ServedShard
 from vllm_duck.executor.grpcio.server import MAX_CONCURRENT_CALLS, remove_socket
 from vllm_duck.executor.native.listeners import open_listeners
-from vllm_duck.executor.native.tls import server_tls
+from vllm_duck.executor.native.tls import log_stale_files, server_tls
 from vllm_duck.executor.system.process import resident_bytes
 from vllm_duck.executor.wire.codec import encode_info
 from vllm_duck.executor.wire.identity import identity_of
@@ -163,11 +163,7 @@ class _Control:
                 method,
             )
         elif kind == _STALE_TLS:
-            logger.warning(
-                "certificates that have changed cannot be used (%s); new connections "
-                "get the former ones until they can",
-                method,
-            )
+            log_stale_files(method)
         elif call_id not in self._calls:
             return
         elif kind == _MESSAGE:

@@ -4,9 +4,13 @@ Where they came from files, C++ reads those itself, and again when they have cha
 new connection gets what is there then.
 """
 
+import logging
+
 from vllm_duck.errors import DuckConfigError
 from vllm_duck.executor import _stream
 from vllm_duck.executor.wire.security import ClientSecurity, ServerSecurity
+
+logger = logging.getLogger(__name__)
 
 
 def client_tls(security: ClientSecurity) -> object | None:
@@ -21,6 +25,15 @@ def client_tls(security: ClientSecurity) -> object | None:
 def server_tls(security: ServerSecurity) -> object | None:
     """The same for `server_new`."""
     return None if security.tls_cert is None else _context(security, is_server=True)
+
+
+def log_stale_files(why: str) -> None:
+    """Say that files which have changed are not used."""
+    logger.warning(
+        "certificates that have changed cannot be used (%s); new connections get the "
+        "former ones until they can",
+        why,
+    )
 
 
 def _context(security: ClientSecurity | ServerSecurity, *, is_server: bool) -> object:

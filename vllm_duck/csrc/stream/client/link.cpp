@@ -128,7 +128,11 @@ void Link::on_connected(Clock::time_point now) {
 }
 
 std::unique_ptr<Tls> Link::open_tls() {
-  return tls_ ? tls_->open(dialer().endpoint().host()) : nullptr;
+  if (!tls_) return nullptr;
+  auto tls = tls_->open(dialer().endpoint().host());
+  std::string notice = tls_->take_notice();
+  if (!notice.empty()) news_->push_back({index_, {Failure::kStaleTls, 0, notice}});
+  return tls;
 }
 
 void Link::watch(bool wants_write) {
