@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,6 +82,22 @@ def test_a_refusal_has_its_reason_and_no_tensor():
 
 def test_an_info_comes_back_as_it_was():
     assert codec.decode_info(codec.encode_info(make_info())) == make_info()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"isa": "avx2\x1b[2J"}, "whose isa is a word .*got 'avx2.x1b"),
+        ({"weight_format": "bf16 columns=0:1"}, "weight_format is a word"),
+        ({"model_fingerprint": 65 * "0"}, "model_fingerprint is a word of at most 64"),
+        ({"layer_ids": tuple(range(100_000))}, "of at most 65536 bytes, got"),
+    ],
+)
+def test_what_a_duck_says_of_itself_is_short_and_plain(changes, match):
+    """It goes to terminals and logs."""
+    message = codec.encode_info(replace(make_info(), **changes))
+    with pytest.raises(DuckProtocolError, match=match):
+        codec.decode_info(message)
 
 
 def test_reply_statuses_are_those_of_the_proto():

@@ -60,6 +60,11 @@ class ReplyStatus(IntEnum):
 
 _STATUSES = frozenset(ReplyStatus)
 
+# What a duck says of itself is a few hundred bytes.
+_MAX_INFO_BYTES = 64 << 10
+_WORDS_OF_INFO = ("model_fingerprint", "weight_format", "isa")
+_MAX_WORD = 64
+
 
 class RequestShapeError(DuckShapeError):
     """A request parsed, but its parts do not fit each other."""
@@ -228,8 +233,13 @@ def decode_info(message: bytes) -> DuckInfo:
     """Read what a duck says of itself.
 
     Raises:
-        DuckProtocolError: the bytes are not a DescribeReply.
+        DuckProtocolError: the bytes are not a DescribeReply, or not one of a duck.
     """
+    if len(message) > _MAX_INFO_BYTES:
+        raise DuckProtocolError(
+            f"expected a duck.v1.DescribeReply of at most {_MAX_INFO_BYTES} bytes, got "
+            f"{len(message)}"
+        )
     try:
         wire = duck_pb2.DescribeReply.FromString(message)
     except DecodeError as error:
@@ -237,6 +247,8 @@ def decode_info(message: bytes) -> DuckInfo:
             f"expected a duck.v1.DescribeReply, got {len(message)} bytes that do not "
             "parse as one"
         ) from error
+    for name in _WORDS_OF_INFO:
+        _check_word(name, getattr(wire, name))
     shard = wire.shard
     return DuckInfo(
         protocol_version=wire.protocol_version,
@@ -252,6 +264,16 @@ def decode_info(message: bytes) -> DuckInfo:
         weight_bytes=wire.weight_bytes,
         resident_bytes=wire.resident_bytes,
     )
+
+
+def _check_word(name: str, text: str) -> None:
+    """It goes to logs and terminals, and into the identity, which blanks divide."""
+    is_word = text.isascii() and text.isprintable() and " " not in text
+    if not is_word or len(text) > _MAX_WORD:
+        raise DuckProtocolError(
+            f"expected a duck.v1.DescribeReply whose {name} is a word of at most "
+            f"{_MAX_WORD} letters, got {text[:_MAX_WORD]!a}"
+        )
 
 
 def _unsound(name: str, message: bytes, parsed: int) -> DuckProtocolError:
