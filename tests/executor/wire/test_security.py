@@ -1,11 +1,18 @@
 """Ducks are closed to the network unless something guards them."""
 
+import logging
 import subprocess
 
 import pytest
 
 from testing.ducks.mini_model import make_info, make_request
-from vllm_duck.errors import DuckConfigError, DuckProtocolError, DuckUnavailable
+from testing.ducks.wire_peers import BOTH_CLIENTS, SERVERS, calling, serving
+from vllm_duck.errors import (
+    DuckConfigError,
+    DuckError,
+    DuckProtocolError,
+    DuckUnavailable,
+)
 from vllm_duck.executor.grpcio.client import GrpcDuck
 from vllm_duck.executor.grpcio.describer import GrpcDescriber
 from vllm_duck.executor.grpcio.server import DuckServer
@@ -174,6 +181,23 @@ def test_a_peer_s_words_stay_one_line_without_control_characters():
 def test_secrets_do_not_show_in_a_repr():
     security = ClientSecurity(tls_ca=b"hidden", token="hidden")
     assert "hidden" not in repr(security) + repr(ServerSecurity(token="hidden"))
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("client", BOTH_CLIENTS)
+def test_tokens_are_in_no_log_and_no_error(server, client, caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    right, wrong = "token-of-the-duck", "token-of-a-stranger"
+    with serving(server, security=ServerSecurity(token=right)) as running:
+        with calling(client, [running.endpoint], token=wrong) as fan_out:
+            with pytest.raises(DuckError) as caught:
+                fan_out.send(make_request()).wait()
+            said = f"{caught.value!r} {fan_out!r} {running!r}"
+        security = ClientSecurity(token=right)
+        GrpcDescriber(running.endpoint, security=security).describe()
+    said += caplog.text + "".join(capfd.readouterr())
+    assert right not in said
+    assert wrong not in said
 
 
 def test_a_token_is_stripped(tmp_path):
