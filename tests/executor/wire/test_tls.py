@@ -1,7 +1,6 @@
 """TLS between every client and every server: who may call is let in, nobody else."""
 
 import socket
-import ssl
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from testing.ducks.wire_peers import (
     replies_of,
     serving,
 )
-from testing.waiting import WAIT_S, wait_until
+from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckConfigError, DuckUnavailable
 from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.grpcio.describer import GrpcDescriber
@@ -238,73 +237,6 @@ def test_half_a_handshake_keeps_no_host_out(duck, host):
                 calling("native", [running.endpoint], security=security)
             )
             check_echo(fan_out, make_request())
-
-
-def _shown(endpoint):
-    """The certificate that a new connection gets."""
-    address, port = endpoint.rsplit(":", 1)
-    pem = ssl.get_server_certificate((address, int(port)), timeout=WAIT_S)
-    return ssl.PEM_cert_to_DER_cert(pem)
-
-
-def _der(certificate):
-    return ssl.PEM_cert_to_DER_cert(Path(certificate.cert).read_text())
-
-
-@needs_native_tls
-def test_new_connections_get_the_certificate_that_is_there_now(tmp_path, caplog):
-    authority = Authority(tmp_path)
-    old = authority.sign("duck", NAMES)
-    old_der = _der(old)
-    with (
-        serving("native", security=old.server()) as running,
-        calling("native", [running.endpoint], security=old.client()) as kept,
-    ):
-        check_echo(kept, make_request())
-        Path(old.cert).write_text("no certificate")
-        wait_until(
-            lambda: (
-                (_shown(running.endpoint) == old_der)
-                and "cannot be used (tls_cert" in caplog.text
-            )
-        )
-        renewed = authority.sign("duck", NAMES)
-        wait_until(lambda: _shown(running.endpoint) == _der(renewed))
-        check_echo(kept, make_request())
-
-
-@needs_native_tls
-def test_a_host_reads_its_files_again_when_it_connects(
-    tmp_path, duck, other_authority, caplog
-):
-    other = other_authority.sign("renewed", NAMES)
-    ca = tmp_path / "ca.pem"
-    ca.write_bytes(Path(duck.ca).read_bytes())
-    security = ClientSecurity.from_files(tls_ca=str(ca))
-    with (
-        serving("native", security=other.server()) as running,
-        calling("native", [running.endpoint], security=security) as fan_out,
-    ):
-        with pytest.raises(DuckUnavailable, match="tls_ca must be"):
-            fan_out.send(make_request()).wait()
-        ca.write_text("no certificate")
-
-        def is_said():
-            with pytest.raises(DuckUnavailable, match="tls_ca must be"):
-                fan_out.send(make_request()).wait()
-            return "cannot be used (tls_ca" in caplog.text
-
-        wait_until(is_said)
-        ca.write_bytes(Path(other.ca).read_bytes())
-
-        def is_let_in():
-            try:
-                check_echo(fan_out, make_request())
-            except DuckUnavailable:
-                return False
-            return True
-
-        wait_until(is_let_in)
 
 
 @needs_native_tls

@@ -37,6 +37,9 @@ _CHANNEL_OPTIONS = [
 def open_channel(endpoint: str, security: ClientSecurity) -> grpc.Channel:
     """A channel that connects when it is first used; looks the name up now.
 
+    Files of TLS are read now too: those of a lost duck, or this host's, may have been
+    renewed before it is looked for.
+
     Raises:
         DuckUnavailable: nobody knows the name.
     """
@@ -51,6 +54,7 @@ def open_channel(endpoint: str, security: ClientSecurity) -> grpc.Channel:
         options.append(("grpc.default_authority", endpoint))
     if security.tls_ca is None:
         return grpc.insecure_channel(target, options=options)
+    security = security.read_again()
     credentials = grpc.ssl_channel_credentials(
         root_certificates=security.tls_ca,
         private_key=security.tls_key,

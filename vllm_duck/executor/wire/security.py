@@ -1,7 +1,7 @@
 """TLS files and the shared token, as the two ends of a connection are given them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vllm_duck.endpoints import check_endpoint, is_local
@@ -42,6 +42,19 @@ class ClientSecurity:
             tls_key=_read_optional("tls_key", tls_key),
             token=None if token_file is None else read_token(token_file),
             tls_paths=_paths(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key),
+        )
+
+    def read_again(self) -> "ClientSecurity":
+        """The same, with what its TLS files hold now; as it is while one is gone."""
+        try:
+            found = {name: _read(name, path) for name, path in self.tls_paths.items()}
+        except DuckConfigError:
+            return self
+        return replace(
+            self,
+            tls_ca=found.get("tls_ca", self.tls_ca),
+            tls_cert=found.get("tls_cert", self.tls_cert),
+            tls_key=found.get("tls_key", self.tls_key),
         )
 
 
