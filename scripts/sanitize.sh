@@ -63,7 +63,7 @@ kernel) tests="kernel kernel_shards kernel_errors requantize checksums codec crc
 stream)
   tests="stream_fuzz matrix cuts faults stock_server server"
   # Not descriptors: the sanitizer opens pipes, and takes it for a finding if it cannot.
-  tests="$tests stop sum identity odd_calls names tls"
+  tests="$tests stop sum identity odd_calls names tls renewed_files strangers shares"
   ;;
 esac
 
@@ -74,7 +74,7 @@ export TSAN_OPTIONS="suppressions=$copy/tsan.supp ${TSAN_OPTIONS:-}" PYTHONPATH=
 export VLLM_DUCK_FUZZ_SESSIONS=${VLLM_DUCK_FUZZ_SESSIONS:-3000}
 # ThreadSanitizer does not survive a fork beside grpcio's threads, as these tests need.
 skipped=
-[ "$sanitizer" = address ] || skipped="--deselect=tests/executor/wire/test_faults.py::test_a_duck_that_is_killed_in_mid_call_is_unavailable_at_once --deselect=tests/executor/wire/test_tls.py"
+[ "$sanitizer" = address ] || skipped="--deselect=tests/executor/wire/test_faults.py::test_a_duck_that_is_killed_in_mid_call_is_unavailable_at_once --deselect=tests/executor/wire/test_tls.py --deselect=tests/executor/wire/test_renewed_files.py"
 preload="$("$cxx" -print-file-name=$library) $("$cxx" -print-file-name=libstdc++.so)"
 if [ -n "$fuzz_cases" ]; then
   case $extension in

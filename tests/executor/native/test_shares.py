@@ -198,8 +198,8 @@ def test_calls_that_are_given_up_hold_no_requests():
             call = forward((message for _ in range(200)), timeout=WAIT_S)
             wait_until_quiet()
             call.cancel()
-        # 480 MB if their requests stayed.
-        assert resident_bytes() - before < 200 << 20
+        # 630 MB if their requests stayed; AddressSanitizer keeps 256 MB of any.
+        assert resident_bytes() - before < 400 << 20
         stuck.cancel()
 
 
