@@ -26,8 +26,8 @@ constexpr int kMaxDecoded = 32 << 10;
 struct ChosenKeys {
   int count, padded_count;  // a multiple of 32
   const int32_t* positions;
-  Rows rows;                // [padded_count][key_dim], zeros behind the last
-  uint16_t* values;         // packed: k = position, n = latent channel
+  Rows rows;         // [padded_count][key_dim], zeros behind the last
+  uint16_t* values;  // packed: k = position, n = latent channel
 };
 
 // Tile by tile: neighbours in `out` are then written one after the other.
