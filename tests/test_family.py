@@ -216,6 +216,4 @@ def test_no_other_file_names_the_architecture():
             continue
         names = {path.stem, *_names_in(path)}
         found = [name for name in names if NAMED.search(name)]
-        if path == PACKAGE / "cli" / "__init__.py":
-            found.remove("Ducks hold the routed experts of DeepSeek-V3.2 for vLLM.")
         assert not found, (path, found)

@@ -85,6 +85,8 @@ class ModelFamily:
 
     # As people write it, for messages.
     name: str
+    # The models that are served, as their publishers call them.
+    models: tuple[str, ...]
     # As config.json's `architectures` has it.
     architecture: str
     # As vLLM calls the MTP layer when it is the draft model.

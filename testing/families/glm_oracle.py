@@ -27,8 +27,8 @@ def write_exact(model_dir: Path, out_dir: Path) -> Path:
 class GlmOracle:
     """What `write_exact` wrote: the trunk as transformers runs it, and drafts."""
 
-    def __init__(self, exact_dir: Path) -> None:
-        self.trunk = load_transformers(exact_dir, torch.float32)
+    def __init__(self, exact_dir: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.trunk = load_transformers(exact_dir, dtype)
         # It runs so many of its layers.
         self.trunk.config.num_hidden_layers -= 1
         self._prefix = f"model.layers.{self.trunk.config.num_hidden_layers}"

@@ -9,7 +9,7 @@ from vllm_duck.errors import DuckError
 from vllm_duck.version import __version__
 
 _DOCTOR = "doctor"
-_COMMANDS = ("serve", "up", "plan", "split", "status", "trace", _DOCTOR)
+_COMMANDS = ("serve", "up", "plan", "split", "status", "trace", "families", _DOCTOR)
 
 _EPILOG = """\
 A first try, all on one machine:
@@ -21,6 +21,7 @@ It prints a line VLLM_DUCK_ENDPOINTS=... to put before `vllm serve MODEL`.
 On several machines: `vllm-duck plan` says what each duck will hold,
 `vllm-duck split` cuts the checkpoint so that each stores only its own,
 `vllm-duck serve` runs on each of them, `vllm-duck status` looks at them.
+`vllm-duck families` lists the models that are served.
 `vllm-duck doctor` tells whether a machine has what it needs.
 """
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-duck",
-        description="Ducks hold the routed experts of DeepSeek-V3.2 for vLLM.",
+        description="Ducks hold a model's routed experts for vLLM.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

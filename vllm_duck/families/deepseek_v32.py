@@ -11,6 +11,7 @@ def is_moe_layer(read_int: ReadInt, layer_idx: int) -> bool:
 
 FAMILY = ModelFamily(
     name="DeepSeek-V3.2",
+    models=("DeepSeek-V3.2",),
     architecture="DeepseekV32ForCausalLM",
     mtp_architecture="DeepseekV32MTPModel",
     model_class="vllm_duck.models.target:TargetForCausalLM",

@@ -12,6 +12,7 @@ from vllm_duck.family import Rule
 FAMILY = replace(
     DEEPSEEK_V32,
     name="GLM-5",
+    models=("GLM-5", "GLM-5.1", "GLM-5.2", "GLM-5.3"),
     architecture="GlmMoeDsaForCausalLM",
     rules=replace(
         DEEPSEEK_V32.rules,
