@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from vllm_duck.seam import Seam
 from vllm_duck.vllm_seams import SEAMS, check_seams
 
 INSTALLED = Path(importlib.util.find_spec("vllm").origin).parent.parent
+BATCH = "vllm.v1.worker.gpu_input_batch"
 SAMPLE = "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample"
 
 
@@ -77,3 +79,14 @@ def test_every_private_override_is_in_the_ledger():
         overridden = {name for name in vars(ours) if hasattr(theirs, name)}
         overridden -= {name for name in vars(object)} | {"__module__"}
         assert overridden - {"__init__"} <= named
+
+
+def test_what_the_runner_reads_of_the_batch_is_in_the_ledger():
+    """But for what every model of vLLM reads."""
+    source = inspect.getsource(importlib.import_module("vllm_duck.spec_decode.runner"))
+    used = set(re.findall(r"\b(?:self\.input_batch|batch)\.(\w+)", source))
+    batch = inspect.getsource(importlib.import_module(BATCH))
+    of_vllm = {name for name in used if re.search(rf"self\.{name}\b", batch)}
+    held = {seam.qualname.partition(".")[2] for seam in SEAMS if seam.module == BATCH}
+    public = {"num_reqs", "req_ids", "sampling_metadata", "block_table"}
+    assert of_vllm - public == held

@@ -1,49 +1,19 @@
-"""What of vLLM is overridden or read without being public, and why: a ledger.
+"""What the runner, its proposer and its sampler rely on."""
 
-`hooks.HOOKS` says what is wrapped; this says what our subclasses rely on. A method
-that the next vLLM renames would otherwise be silently dead code in ours. `check_seams`
-runs in the worker before its runner is built; `scripts/check_vllm.py` holds both
-ledgers, and the bodies that we follow, against the source of any version.
-"""
-
-from vllm_duck.errors import DuckError
-from vllm_duck.seam import Seam, seam_problem
-
-# Releases whose source was held against the ledgers without a difference, and which no
-# engine ran: there is no CPU wheel of them yet.
-READ_NOT_RUN = ("0.33.0",)
-
+from vllm_duck.seam import Seam
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner."
 _CPU_RUNNER = "vllm.v1.worker.cpu_model_runner:CPUModelRunner."
-_CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker."
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer."
 _SAMPLER = "vllm.v1.sample.sampler:Sampler."
-_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
-_KV_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager."
 _THINKING = "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder."
+_BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch."
 
 _NO_RUNNER_SEAM = "vLLM takes a proposer and a verifier as plugins"
 _NO_FAILED_STEP = "vLLM's scheduler lives on after a step that failed"
 _NO_SAMPLER_VIEW = "vLLM's sampler hands out the distribution it drew from"
-_ORDERLY_END = "vLLM stops reading outputs after its engine has ended"
 
-SEAMS = (
-    Seam(
-        target=_CPU_WORKER + "init_device",
-        use="override",
-        why="builds the runner; hooks.using_cpu_runner swaps its class meanwhile",
-        remove_when="CPUWorker asks _make_model_runner, as the GPU worker does",
-        parameters="self",
-        bodies=("a7e93c6997d4e6c2",),
-    ),
-    Seam(
-        target="vllm.v1.worker.cpu_worker:CPUModelRunner",
-        use="call",
-        why="the name that init_device builds, swapped meanwhile",
-        remove_when="CPUWorker asks _make_model_runner, as the GPU worker does",
-        parameters="vllm_config device",
-    ),
+RUNNER_SEAMS = (
     Seam(
         target="vllm.v1.worker.gpu_model_runner:build_logitsprocs",
         use="override",
@@ -54,77 +24,46 @@ SEAMS = (
         ),
     ),
     Seam(
-        target=_CPU_WORKER + "determine_available_memory",
-        use="override",
-        why="hooks.page_cache_is_free counts a container's page cache as free",
-        remove_when="get_cgroup_memory_usage leaves the page cache out",
-        parameters="self",
-    ),
-    Seam(
-        target="vllm.v1.worker.gpu_worker:Worker.execute_model",
-        use="override",
-        why="tells the ducks that a step begins, and how long it may wait for them",
-        remove_when="a worker hears of a step's deadline",
-        parameters="self scheduler_output",
-    ),
-    Seam(
-        target=_SCHEDULER + "schedule",
-        use="override",
-        why="notes which requests a step has",
-        remove_when=_NO_FAILED_STEP,
-        parameters="self throttle_prefills",
-    ),
-    Seam(
-        target=_SCHEDULER + "finish_requests",
-        use="override",
-        why="notes the blocks of requests that are aborted while their step runs",
-        remove_when=_NO_FAILED_STEP,
-        parameters="self request_ids finished_status",
-    ),
-    Seam(
-        target=_SCHEDULER + "update_from_output",
-        use="override",
-        why="ends the requests of a failed step, and evicts what it was to write",
-        remove_when=_NO_FAILED_STEP,
-        parameters="self scheduler_output model_runner_output",
-    ),
-    Seam(
-        target=_SCHEDULER + "grammar_compile_error_reqs",
-        use="read",
-        why="update_from_output ends the requests in it with an error",
-        remove_when=_NO_FAILED_STEP,
-    ),
-    Seam(
-        target=_SCHEDULER + "block_size",
-        use="read",
-        why="which blocks a step writes",
-        remove_when=_NO_FAILED_STEP,
-    ),
-    Seam(
-        target=_KV_MANAGER + "evict_blocks",
-        use="call",
-        why="takes blocks that were not written out of the prefix cache",
-        remove_when=_NO_FAILED_STEP,
-        parameters="self block_ids",
-    ),
-    Seam(
-        target=_KV_MANAGER + "get_block_ids",
-        use="call",
-        why="which blocks a step writes",
-        remove_when=_NO_FAILED_STEP,
-        parameters="self request_id",
-    ),
-    Seam(
         target=_RUNNER + "_draft_token_req_ids",
         use="read",
         why="cleared after a failed step: its drafts are those of an earlier one",
         remove_when=_NO_RUNNER_SEAM,
     ),
     Seam(
-        target="vllm.utils.cpu_resource_utils:get_cgroup_memory_usage",
-        use="override",
-        why="wrapped while the worker and kv_space look for memory",
-        remove_when="it leaves the page cache out",
+        target=_RUNNER + "_draft_token_ids",
+        use="read",
+        why="cleared after a failed step: its drafts are those of an earlier one",
+        remove_when=_NO_FAILED_STEP,
+    ),
+    Seam(
+        target=_BATCH + "random_reqs",
+        use="read",
+        why="whose drafts are drawn, so that their distributions are kept",
+        remove_when=_NO_RUNNER_SEAM,
+    ),
+    Seam(
+        target=_BATCH + "generators",
+        use="read",
+        why="which requests have a seed",
+        remove_when=_NO_RUNNER_SEAM,
+    ),
+    Seam(
+        target=_BATCH + "req_output_token_ids",
+        use="read",
+        why="what penalties and bad words of drafts count",
+        remove_when=_NO_RUNNER_SEAM,
+    ),
+    Seam(
+        target=_BATCH + "thinking_budget_state_holder",
+        use="read",
+        why="sees one row at a time, see ThinkingBudgetStateHolder",
+        remove_when="thinking budgets are counted in tokens taken",
+    ),
+    Seam(
+        target="vllm.v1.worker.block_table:BlockTable.num_blocks_per_row",
+        use="read",
+        why="no draft is written outside a request's blocks",
+        remove_when=_NO_RUNNER_SEAM,
     ),
     Seam(
         target=_CPU_RUNNER + "load_model",
@@ -328,74 +267,4 @@ SEAMS = (
         why="set to 0: budgets see one row at a time",
         remove_when="thinking budgets are counted in tokens taken",
     ),
-    Seam(
-        target="vllm.envs:environment_variables",
-        use="read",
-        why="the package's own variables are named there, or vLLM warns of them",
-        remove_when="a plugin may name variables",
-    ),
-    Seam(
-        target="vllm.config.model:_REGISTERED_MODEL_CLASS_OVERRIDES",
-        use="read",
-        why="cleared when an engine without ducks follows one with them",
-        remove_when="model_class_overrides end with their engine",
-    ),
-    Seam(
-        target="vllm.model_executor.models.registry:_VLLM_MODELS",
-        use="read",
-        why="read to restore vLLM's own class then",
-        remove_when="model_class_overrides end with their engine",
-    ),
-    Seam(
-        target="vllm.model_executor.models.registry:_resolve_module_name",
-        use="call",
-        why="called to restore vLLM's own class then",
-        remove_when="model_class_overrides end with their engine",
-        parameters="mod_relname",
-    ),
-    Seam(
-        target="vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER",
-        use="read",
-        why="whether the loader is registered already",
-        remove_when="register_model_loader may be called twice in silence",
-    ),
-    Seam(
-        target="vllm.v1.engine.utils:CoreEngineProcManager._finalizer",
-        use="read",
-        why="who stops the engine first, the server or vLLM's monitor",
-        remove_when=_ORDERLY_END,
-    ),
-    Seam(
-        target="vllm.v1.engine.core_client:BackgroundResources.engine_manager",
-        use="read",
-        why="is stopped before its outputs are no longer read",
-        remove_when=_ORDERLY_END,
-    ),
-    Seam(
-        target="vllm.v1.engine.core_client:BackgroundResources.engine_dead",
-        use="read",
-        why="whether the engine died before its end was asked for",
-        remove_when=_ORDERLY_END,
-    ),
-    Seam(
-        target="vllm.v1.engine.async_llm:AsyncLLM.output_handler",
-        use="read",
-        why="the task that reads the outputs",
-        remove_when=_ORDERLY_END,
-    ),
 )
-
-
-def check_seams() -> None:
-    """Look every name of the ledger up in the vLLM that is installed.
-
-    Raises:
-        DuckError: a name is gone, or takes other parameters.
-    """
-    for seam in SEAMS:
-        problem = seam_problem(seam)
-        if problem:
-            raise DuckError(
-                f"{seam.target} {problem} in this vLLM; vllm_duck relies on it "
-                f"({seam.why}): see scripts/check_vllm.py"
-            )
