@@ -4,6 +4,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from vllm_duck.errors import DuckConfigError
 
@@ -85,6 +86,12 @@ def split_host_port(endpoint: str) -> tuple[str, int]:
 
 def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def remove_socket(endpoint: str) -> None:
+    """Of a unix endpoint, the file."""
+    if endpoint.startswith(UNIX_PREFIX):
+        Path(endpoint.removeprefix(UNIX_PREFIX)).unlink(missing_ok=True)
 
 
 def is_local(endpoint: str) -> bool:

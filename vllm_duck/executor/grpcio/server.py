@@ -14,7 +14,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from vllm_duck.endpoints import UNIX_PREFIX, join_host_port, split_host_port
+from vllm_duck.endpoints import (
+    UNIX_PREFIX,
+    join_host_port,
+    remove_socket,
+    split_host_port,
+)
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
 from vllm_duck.executor.duck import DuckInfo, MoeFunction, ServedShard
 from vllm_duck.executor.grpcio.forward_stream import ForwardStream, OneAtATime
@@ -24,6 +29,7 @@ from vllm_duck.executor.wire.codec import ChecksumError, encode_info
 from vllm_duck.executor.wire.identity import identity_of
 from vllm_duck.executor.wire.limits import (
     IDENTITY_METADATA_KEY,
+    MAX_CONCURRENT_CALLS,
     MAX_MESSAGE_BYTES,
     SERVICE,
     TOKEN_METADATA_KEY,
@@ -32,10 +38,6 @@ from vllm_duck.executor.wire.limits import (
 from vllm_duck.executor.wire.security import ServerSecurity
 
 logger = logging.getLogger(__name__)
-
-# A stream holds a thread as long as it lives; beyond this many calls at once new ones
-# get RESOURCE_EXHAUSTED instead of waiting for a thread forever.
-MAX_CONCURRENT_CALLS = 64
 
 # grpcio never counts a reflection call whose message does not parse as ended.
 _STOP_MARGIN_S = 1.0
@@ -215,8 +217,3 @@ def _bind(server: grpc.Server, listen: str, security: ServerSecurity) -> str:
             f"the certificate not a PEM?): {error}"
         ) from error
     return f"{listen.rpartition(':')[0]}:{port}"
-
-
-def remove_socket(endpoint: str) -> None:
-    if endpoint.startswith(UNIX_PREFIX):
-        Path(endpoint.removeprefix(UNIX_PREFIX)).unlink(missing_ok=True)

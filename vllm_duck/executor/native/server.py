@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from vllm_duck.endpoints import remove_socket
 from vllm_duck.executor import _stream
 from vllm_duck.executor.duck import DuckInfo, ServedShard
-from vllm_duck.executor.grpcio.server import MAX_CONCURRENT_CALLS, remove_socket
 from vllm_duck.executor.native.listeners import open_listeners
 from vllm_duck.executor.native.tls import log_stale_files, server_tls
 from vllm_duck.executor.system.process import resident_bytes
@@ -24,6 +24,7 @@ from vllm_duck.executor.wire.codec import encode_info
 from vllm_duck.executor.wire.identity import identity_of
 from vllm_duck.executor.wire.limits import (
     DESCRIBE_METHOD,
+    MAX_CONCURRENT_CALLS,
     MAX_MESSAGE_BYTES,
     SERVICE,
     TOKEN_PREFIX,

@@ -8,6 +8,10 @@ FORWARD_METHOD = f"/{SERVICE}/Forward"
 # default of 4 MiB breaks at 293 rows.
 MAX_MESSAGE_BYTES = 256 * 2**20
 
+# Of a duck, at once; more get RESOURCE_EXHAUSTED. With grpcio each holds a thread as
+# long as it lives.
+MAX_CONCURRENT_CALLS = 64
+
 # In the headers that a Forward stream opens with, see identity.py.
 IDENTITY_METADATA_KEY = "duck-identity"
 
