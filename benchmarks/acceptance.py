@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.common import MODEL_DIR, Result, main
+from testing.answers import runner_of
 from testing.engines import in_fresh_process, start_engine
 
 TEMPERATURES = (0.0, 0.6, 1.0)
@@ -155,8 +156,7 @@ def measure(
     prepare, change = ABLATIONS.get(ablation, (_nothing, _nothing))
     prepare()
     llm = _start_ours(model_dir)
-    core = llm.llm_engine.engine_core.engine_core
-    change(core.model_executor.driver_worker.worker.model_runner)
+    change(runner_of(llm))
     return {
         (kind, temperature): _acceptance(llm, group, temperature, num_tokens)
         for kind, group in prompts.items()

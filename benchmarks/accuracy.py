@@ -6,14 +6,14 @@ A token counts as agreeing when both rank the same token first; where they do no
 gap in the fp32 logits says whether it was a near-tie.
 """
 
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.common import MODEL_DIR, Result, main
 from testing.engines import duck_logits, in_fresh_process
+from testing.oracle import transformers_logits
 from testing.texts import teacher_forced_texts
 
 # Of logits [T, vocab] against exact ones.
@@ -96,26 +96,6 @@ def tie_gaps(logits: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 def worst_gap(logits: np.ndarray, exact: np.ndarray) -> float:
     return float(tie_gaps(logits, exact).max(initial=0.0))
-
-
-def transformers_logits(
-    model_dir: Path, sequences: Sequence[Sequence[int]]
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Teacher-forced logits in fp32 and in bf16, [T, vocab] fp32 per sequence."""
-    import torch
-
-    from testing.oracle import load_transformers, write_dequantized
-
-    results = []
-    for dtype in (torch.float32, torch.bfloat16):
-        with tempfile.TemporaryDirectory() as directory:
-            checkpoint_dir = write_dequantized(model_dir, Path(directory), dtype)
-            model = load_transformers(checkpoint_dir, dtype)
-        with torch.inference_mode():
-            results.append(
-                [model(torch.tensor([s])).logits[0].float().numpy() for s in sequences]
-            )
-    return results[0], results[1]
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ project and of DeepSeek's own code: the reference for every number of the trunk.
 """
 
 import json
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -96,3 +98,19 @@ def _write_config(config: dict[str, Any], out_dir: Path, as_dense_v3: bool) -> N
 def _times_blocks(weight: Tensor, scale: Tensor) -> Tensor:
     rows = scale.repeat_interleave(BLOCK, 0)[: weight.shape[0]]
     return weight * rows.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+
+
+def transformers_logits(
+    model_dir: Path, sequences: Sequence[Sequence[int]]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Teacher-forced logits in fp32 and in bf16, [T, vocab] fp32 per sequence."""
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with tempfile.TemporaryDirectory() as directory:
+            checkpoint_dir = write_dequantized(model_dir, Path(directory), dtype)
+            model = load_transformers(checkpoint_dir, dtype)
+        with torch.inference_mode():
+            results.append(
+                [model(torch.tensor([s])).logits[0].float().numpy() for s in sequences]
+            )
+    return results[0], results[1]

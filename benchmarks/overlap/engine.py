@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.acceptance import make_prompts
 from benchmarks.common import MODEL_DIR
+from testing.answers import runner_of
 from testing.ducks.in_process import InProcessDuck
 from testing.engines import start_engine
 from vllm_duck.config import TransportName
@@ -81,7 +82,7 @@ class Engine:
             **options,
         )
         core = self.llm.llm_engine.engine_core.engine_core
-        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.runner = runner_of(self.llm)
         config = core.vllm_config.model_config.hf_config
         self.num_sparse_layers = config.num_hidden_layers - config.first_k_dense_replace
         # Goes on from call to call: each measures other texts.

@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.accuracy import transformers_logits
 from testing.answers import (
     lanes_are,
     runner_of,
@@ -22,6 +21,7 @@ from testing.answers import (
     worker_of,
 )
 from testing.engines import in_fresh_process, start_engine
+from testing.oracle import transformers_logits
 from testing.texts import teacher_forced_texts
 from vllm_duck.errors import DuckCheckpointError, DuckUnavailable
 from vllm_duck.executor.fleet import Fleet
