@@ -40,7 +40,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	find $(CXX_FOLDERS) -name '*.h' -o -name '*.cpp' | \
+	find $(CXX_FOLDERS) -name '*.h' -o -name '*.cpp' -o -name '*.c' | \
 		xargs $(BIN)/clang-format --dry-run -Werror
 
 check-gpu: $(READY)

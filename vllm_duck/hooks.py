@@ -6,7 +6,8 @@ vLLM's own function and change nothing. The rest goes
 through its public seams (entry point, `worker_cls`, `load_format`,
 `model_class_overrides`, `additional_config`) and through classes of ours that override
 methods of vLLM's runner, proposer and worker, or read their state, both private ones
-too: worker.py and spec_decode/{runner,proposer,acceptance}.py.
+too: worker.py, cpu_worker.py, lost_ducks/scheduler.py and
+spec_decode/{runner,proposer,acceptance}.py. `vllm_seams` is their ledger.
 """
 
 import copy
@@ -38,7 +39,7 @@ def install_hooks() -> None:
     if vllm.__version__.partition("+")[0] != VLLM_VERSION:
         raise DuckError(
             f"vllm_duck needs vLLM {VLLM_VERSION}, got {vllm.__version__}; install "
-            f"vllm_duck[cpu] or vllm_duck[cuda], or see vllm_duck/hooks.py"
+            "vllm_duck[cpu], or see vllm_duck/version.py"
         )
     _wrap(HOOKS)
     _register_loader()

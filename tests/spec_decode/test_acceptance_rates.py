@@ -5,7 +5,7 @@ import pytest
 
 from vllm_duck.spec_decode.acceptance_rates import (
     NUM_RETRIES,
-    RETRY_AFTER_TOKENS,
+    RETRY_AFTER_STEPS,
     AcceptanceRates,
 )
 
@@ -59,7 +59,7 @@ def choose(rates, num_drafts, times):
 def test_after_some_tokens_a_request_is_trusted_with_one_more_draft():
     rates = AcceptanceRates(3)
     observe(rates, [1] * 100, 3)
-    choose(rates, 1, RETRY_AFTER_TOKENS - 1)
+    choose(rates, 1, RETRY_AFTER_STEPS - 1)
     assert rates.chances(["a"])[0][1] < 0.1
     choose(rates, 1, 1)
     first, second, third = rates.chances(["a"])[0]
@@ -73,7 +73,7 @@ def test_a_request_keeps_the_trust_until_it_drafts():
     """Where drafts take too long, trust alone does not make them pay."""
     rates = AcceptanceRates(1)
     observe(rates, [0] * 100, 1)
-    choose(rates, 0, 10 * RETRY_AFTER_TOKENS)
+    choose(rates, 0, 10 * RETRY_AFTER_STEPS)
     assert rates.chances(["a"]) == [[1.0]]
     choose(rates, 1, NUM_RETRIES)
     assert rates.chances(["a"])[0][0] < 0.1

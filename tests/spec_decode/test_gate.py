@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from testing.step_model import PUBLISHED_CHANCES, StepModel, expected_tokens
-from vllm_duck.spec_decode.acceptance_rates import NUM_RETRIES, RETRY_AFTER_TOKENS
+from vllm_duck.spec_decode.acceptance_rates import NUM_RETRIES, RETRY_AFTER_STEPS
 from vllm_duck.spec_decode.drafts import NO_TOKEN
 from vllm_duck.spec_decode.gate import RETIME_AFTER, DraftGate
 from vllm_duck.spec_decode.row_times import NUM_TRIALS
@@ -62,7 +62,7 @@ def test_a_request_tries_again_and_resumes_when_it_can():
     gate = DraftGate()
     run(gate, 60, acceptance={"a": 0}, with_s=1.5)
     # Some tokens later the text is easy; at first a few drafts find that out.
-    steps = run(gate, 3 * RETRY_AFTER_TOKENS, acceptance={"a": 1}, with_s=1.5)
+    steps = run(gate, 3 * RETRY_AFTER_STEPS, acceptance={"a": 1}, with_s=1.5)
     assert not any(step["a"] for step in steps[:NUM_RETRIES])
     assert all(step["a"] for step in steps[-20:])
 
@@ -82,7 +82,7 @@ def test_a_new_request_expects_what_the_others_had():
     steps = run(gate, 20, acceptance={"next": 0}, with_s=1.5)
     assert not any(step["next"] for step in steps)
     # Until its own retries say otherwise.
-    steps = run(gate, 4 * RETRY_AFTER_TOKENS, acceptance={"next": 1}, with_s=1.5)
+    steps = run(gate, 4 * RETRY_AFTER_STEPS, acceptance={"next": 1}, with_s=1.5)
     assert all(step["next"] for step in steps[-20:])
 
 

@@ -63,7 +63,7 @@ def _add_machines(group: "argparse._ArgumentGroup") -> None:
 
     group.add_argument("--host", metavar="GPU", help=f"one of {', '.join(GPUS)}")
     number("--host-gbs", "GB/s of the memory of a CPU host")
-    number("--host-gflops", "of its float32 products (default: 5 for each GB/s)")
+    number("--host-gflops", "GFLOP/s of the host in float32 (default: 5 for each GB/s)")
     number("--host-gbps", "Gb/s of the host's ports together (default: all links)")
     number("--duck-gbs", "GB/s of a duck's memory", 25.0)
     group.add_argument(
@@ -71,33 +71,35 @@ def _add_machines(group: "argparse._ArgumentGroup") -> None:
         type=options.positive_int,
         default=4,
         metavar="N",
-        help=f"of a duck, {DUCK_CORE_GFLOPS:g} GFLOP/s each (default: %(default)s)",
+        help=f"cores of a duck, {DUCK_CORE_GFLOPS:g} GFLOP/s each (default: 4)",
     )
-    number("--duck-gflops", "of a duck, in place of --duck-cores")
+    number("--duck-gflops", "GFLOP/s of a duck, in place of --duck-cores")
     number("--link-gbps", "Gb/s of a duck's link", 2.5)
     group.add_argument(
         "--acceptance",
         type=_share,
         default=0.85,
         metavar="X",
-        help="of a draft behind accepted ones (default: %(default)s)",
+        help="chance that a draft is accepted if those before are (default: 0.85)",
     )
     group.add_argument(
         "--drafts",
         type=_drafts,
         default=None,
         metavar="K",
-        help=f"of a step, 0 to {MAX_DRAFTS}, or auto: what is fastest (default: auto)",
+        help=f"drafts a step, 0 to {MAX_DRAFTS}, or auto: the fastest (default: auto)",
     )
     group.add_argument(
         "--context",
         type=options.positive_int,
         default=4096,
         metavar="T",
-        help="tokens behind which is decoded (default: %(default)s)",
+        help="context length in tokens (default: %(default)s)",
     )
-    number("--host-stage-ms", "of a lane in a layer, measured, in place of its bytes")
-    number("--duck-stage-ms", "of a call there and back, measured, likewise")
+    number(
+        "--host-stage-ms", "measured time of a lane in a layer, in place of its bytes"
+    )
+    number("--duck-stage-ms", "measured time of a call, there and back, likewise")
     group.add_argument("--json", action="store_true", help="JSON in place of a table")
 
 

@@ -23,15 +23,23 @@ _PREFIX = "vllm_duck:"
 # Field of Overlap, metric, what it counts.
 _SUMS = (
     ("num_steps", "overlapped_steps", "Steps that ran in lanes."),
-    ("pair_s", "pair_seconds", "Time of the layers with ducks in those steps."),
-    ("s0_s", "stage0_seconds", "Work of the host in those layers."),
+    ("pair_s", "pair_seconds", "Time of the layers with ducks, over steps in lanes."),
+    (
+        "s0_s",
+        "stage0_seconds",
+        "Host time of the layers with ducks, over steps in lanes.",
+    ),
     ("s1_s", "stage1_seconds", "Kernel and network time of the ducks."),
-    ("ideal_s", "ideal_seconds", "Time of those layers with a perfect overlap."),
+    (
+        "ideal_s",
+        "ideal_seconds",
+        "Time of the layers with ducks if the overlap were perfect.",
+    ),
 )
 # Field of DraftSums, metric, what it counts.
 _DRAFT_SUMS = (
     ("scheduled", "drafts", "Drafts that got rows in a step."),
-    ("accepted", "accepted_drafts", "Those that were taken."),
+    ("accepted", "accepted_drafts", "Drafts that were accepted."),
     ("mtp_s", "mtp_seconds", "Time of the MTP layer's runs that draw these drafts."),
 )
 _ROUND_TRIP = "Time from sending a request to its reply"

@@ -14,12 +14,12 @@ _WEIGHT = 1 / 16
 _TYPICAL_WEIGHT = 1 / 32
 # Before the first draft: as if so many had been accepted.
 _NUM_IMAGINED = 4
-# Twice what a request's rate errs by, since it follows so few drafts: what two requests
-# differ by less is luck.
+# Twice the standard error of a request's rate, which follows few drafts. A smaller
+# difference between two requests is luck.
 _LUCK = 0.13
-# A request that drafted no deeper for so many tokens is trusted with one more draft, in
+# A request that drafted no deeper for so many steps is trusted with one more draft, in
 # so many steps.
-RETRY_AFTER_TOKENS = 128
+RETRY_AFTER_STEPS = 128
 NUM_RETRIES = 8
 
 
@@ -37,8 +37,8 @@ class _Rate:
 @dataclass
 class _Request:
     rates: list[_Rate]
-    # Tokens since it was last trusted.
-    num_tokens: int = 0
+    # Steps since it was last trusted.
+    num_steps: int = 0
     # The depth at which it is, counted from 0, and for how many more drafts.
     trusted_depth: int = 0
     num_trusted: int = 0
@@ -88,8 +88,8 @@ class AcceptanceRates:
         if request.num_trusted:
             request.num_trusted -= num_drafts > request.trusted_depth
         elif num_drafts < len(request.rates):
-            request.num_tokens += 1
-            if request.num_tokens >= RETRY_AFTER_TOKENS:
+            request.num_steps += 1
+            if request.num_steps >= RETRY_AFTER_STEPS:
                 self._trust(request, num_drafts)
 
     def forget(self, req_id: str) -> None:
@@ -100,7 +100,7 @@ class AcceptanceRates:
 
     def _trust(self, request: _Request, depth: int) -> None:
         """With the draft at `depth`; of those behind it nothing recent is known."""
-        request.num_tokens = 0
+        request.num_steps = 0
         request.trusted_depth, request.num_trusted = depth, NUM_RETRIES
         request.rates[depth + 1 :] = self._prior()[depth + 1 :]
 

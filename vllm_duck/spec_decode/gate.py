@@ -15,8 +15,8 @@ from itertools import accumulate
 from vllm_duck.spec_decode.acceptance_rates import AcceptanceRates
 from vllm_duck.spec_decode.row_times import RowTimes
 
-# Chances are taken for so much better than they were measured: those of a few drafts
-# are uncertain, and who does not draft learns nothing.
+# Measured chances are raised by so much: those of a few drafts are uncertain, and a
+# request that does not draft learns nothing.
 _HOPE = 1.05
 # Steps until a number of drafts that was not chosen is timed again, one at a time:
 # contexts grow, ducks come and go.

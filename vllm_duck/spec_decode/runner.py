@@ -68,7 +68,7 @@ class StepClock:
 
 
 class DuckModelRunner(GPUModelRunner):
-    """Without `duck_mtp1` it is vLLM's own, but for seeds in a chunked prefill.
+    """vLLM's own with lanes, and right seeds in a chunked prefill; drafts on top.
 
     GPUModelRunner is the base of all of vLLM's V1 runners; a platform whose runner is
     another, as the CPU's, puts that one behind this class (`models/platforms.py`).

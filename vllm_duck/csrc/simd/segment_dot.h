@@ -5,7 +5,7 @@
 //            in rising k that starts at 0.
 //   segment  acc = acc + (e + o), tile after tile.
 //   dot      total = total + scale * acc, segment after segment, product rounded.
-// Include after the target pragma of the source that uses it; S is one of the simd_*.h.
+// Include after the target pragma of the source that uses it; S is a class of simd/.
 #pragma once
 
 #include <type_traits>

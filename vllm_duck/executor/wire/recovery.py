@@ -19,7 +19,7 @@ MAX_SENDS = 3
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 2.0
 
 # A duck whose cable is loose is lost many times a second.
-_QUIET_S = 10.0
+_LOG_EVERY_S = 10.0
 
 
 @dataclass
@@ -67,7 +67,7 @@ class RecoveryLog:
         if self._watcher is not None:
             self._watcher.lost(name, reason)
         now = self._clock()
-        if now < self._said_at.get(name, -_QUIET_S) + _QUIET_S:
+        if now < self._said_at.get(name, -_LOG_EVERY_S) + _LOG_EVERY_S:
             self._num_unsaid[name] = self._num_unsaid.get(name, 0) + 1
             return
         self._said_at[name] = now
@@ -85,7 +85,7 @@ class RecoveryLog:
     def back(self, name: str, lost_s: float) -> None:
         if self._watcher is not None:
             self._watcher.back(name)
-        if lost_s >= _QUIET_S or not self._num_unsaid.get(name):
+        if lost_s >= _LOG_EVERY_S or not self._num_unsaid.get(name):
             logger.warning("duck %s is back after %.1f s", name, lost_s)
 
 

@@ -1,7 +1,7 @@
 // The decode regime: one to eight rows of an expert against weights streamed from
 // memory. Every weight is decoded in registers and used for all rows at once, or for
 // four of them where there are few registers.
-// Include after the target pragma; S is one of the simd_*.h.
+// Include after the target pragma; S is a class of simd/.
 #pragma once
 
 #include "duck/kernels/kernel_table.h"

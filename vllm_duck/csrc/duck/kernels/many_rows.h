@@ -1,7 +1,7 @@
 // The prefill regime on fp32 vectors: a segment of weights is decoded once into the L1
 // cache and multiplied with all rows of the expert, kRows rows and two matrices at a
 // time. The order of additions is that of few_rows.h.
-// Include after the target pragma; S is one of the simd_*.h.
+// Include after the target pragma; S is a class of simd/.
 #pragma once
 
 #include <cstring>

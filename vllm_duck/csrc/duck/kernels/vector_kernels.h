@@ -1,5 +1,5 @@
 // The kernel table's functions for an instruction set with fp32 vectors only.
-// Include after the target pragma; S is one of the simd_*.h.
+// Include after the target pragma; S is a class of simd/.
 #pragma once
 
 #include "duck/kernels/few_rows.h"

@@ -1,4 +1,4 @@
-// GEMM with vectors of fp32: S is one of the simd_*.h.
+// GEMM with vectors of fp32: S is a class of simd/.
 // Include after the target pragma of the source that uses it.
 #pragma once
 
