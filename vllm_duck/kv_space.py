@@ -177,7 +177,7 @@ def _memory(vllm_config: VllmConfig) -> Memory:
 
 
 def host_weight_bytes(checkpoint: Checkpoint) -> int:
-    """All but the routed experts; e4m3 is held in bf16.
+    """All but the routed experts, as the checkpoint has them.
 
     Raises:
         DuckCheckpointError: a file is missing or truncated.
@@ -186,7 +186,7 @@ def host_weight_bytes(checkpoint: Checkpoint) -> int:
     for name in checkpoint.tensor_names:
         if not checkpoint.family.tensors.is_expert(name):
             place = checkpoint.place_of(name)
-            total += (place.end - place.begin) * (1 + (place.dtype == "F8_E4M3"))
+            total += place.end - place.begin
     return total
 
 
