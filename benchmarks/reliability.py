@@ -153,9 +153,8 @@ def _kill(ducks: LocalDucks, index: int) -> None:
 def _request(summary: ModelSummary) -> MoeRequest:
     draws = np.random.default_rng(SEED)
     hidden = draws.integers(0x3F00, 0x3F80, (NUM_ROWS, summary.hidden_size))
-    topk = draws.permuted(
-        np.tile(np.arange(summary.n_routed_experts), (NUM_ROWS, 1)), 1
-    )
+    all_experts = np.tile(np.arange(summary.n_routed_experts), (NUM_ROWS, 1))
+    topk = draws.permuted(all_experts, axis=1)
     return MoeRequest(
         layer_idx=summary.layer_ids[0],
         hidden=hidden.astype(np.uint16),

@@ -100,6 +100,9 @@ def _split_on(disk: Path, model_dir: Path, undisturbed: Path) -> str | None:
 
 def temporary_directories_are_full(model_dir: Path, folder: Path) -> str | None:
     """/tmp and /dev/shm fill up while a host runs: it goes on with the same tokens."""
+    if Path(__file__).is_relative_to("/tmp"):
+        print("this checkout is in /tmp, which is another one there: left out")
+        return None
     endpoints = [f"127.0.0.1:{port}" for port in free_ports(2)]
     mount = "mount -t tmpfs -o size=8m tmpfs"
     own = f'{mount} /tmp && {mount} /dev/shm && exec "$@"'

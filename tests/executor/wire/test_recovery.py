@@ -184,6 +184,28 @@ def test_a_wire_that_damages_everything_is_no_endless_recovery(client, meddler):
         fan_out.send(make_request(1, hidden_size=7168)).wait()
 
 
+# In a DATA frame: gRPC's flag and length, and the message's first fields.
+@pytest.mark.parametrize("at", [9, 10, 12, 13, 14, 16, 40])
+def test_a_request_that_is_damaged_anywhere_is_sent_again(client, meddler, at):
+    requests = [make_request(seed=seed) for seed in range(4)]
+    # Of a longer message the duck waits for the rest.
+    patience = {"deadline_s": 2.0, "recover_s": WAIT_S}
+    with calling(client, [meddler.endpoint], **patience) as fan_out:
+        check_echo(fan_out, requests[0])
+
+        def damage(chunk, _):
+            if len(chunk) <= 100:
+                return chunk
+            meddler.to_duck = lambda chunk, _: chunk
+            return chunk[:at] + bytes([chunk[at] ^ 1]) + chunk[at + 1 :]
+
+        meddler.to_duck = damage
+        for request, pending in [(each, fan_out.send(each)) for each in requests]:
+            expected = bf16_to_f32(request.hidden)
+            np.testing.assert_array_equal(pending.wait().total, expected)
+        assert meddler.to_duck is not damage
+
+
 def test_closing_the_client_ends_the_wait(client, listen, caplog):
     with contextlib.ExitStack() as stack:
         fan_out = stack.enter_context(calling(client, [listen], recover_s=WAIT_S))

@@ -43,6 +43,7 @@ class ForwardCall:
             self._messages(), metadata=metadata
         )
         self._imposture = ""
+        self._is_proven = False
         self.end_reason: DuckError | None = None
         # Whether another connection may end otherwise.
         self.may_resend = True
@@ -53,6 +54,7 @@ class ForwardCall:
     def is_right_duck(self) -> bool:
         """Wait for the stream's first headers, and let the messages go if they fit."""
         self._imposture = self._identity_problem()
+        self._is_proven = self._identity is not None and not self._imposture
         self._proof.put(not self._imposture)
         return not self._imposture
 
@@ -69,7 +71,8 @@ class ForwardCall:
                 self.may_resend = False
                 reason = DuckProtocolError(f"duck {self._name} {self._imposture}")
         except grpc.RpcError as error:
-            self.may_resend = error.code() in _PASSING
+            # The right duck refuses nothing of a request that was sound when it left.
+            self.may_resend = self._is_proven or error.code() in _PASSING
             reason = error_of_rpc(self._name, error)
         except DuckProtocolError as error:
             reason = DuckProtocolError(f"duck {self._name}: {error}")

@@ -112,7 +112,9 @@ void Link::on_refusal(Stream* stream, Connection::Refusal why) {
 void Link::on_close(Stream* stream, uint32_t h2_error) {
   if (stream->id != stream_) return;
   Status end = status_of(stream->headers, stream->trailers, h2_error);
-  bool may_resend = is_passing(end.code);
+  // The right duck refuses nothing of a request that was sound when it left: what it
+  // refuses was damaged on the way.
+  bool may_resend = is_proven_ || is_passing(end.code);
   if (end.code == kStatusOk) end = {kStatusUnavailable, "it ended the stream"};
   lose({Failure::kStatus, end.code, end.text}, may_resend);
 }
