@@ -12,25 +12,47 @@ from functools import partial
 import torch
 
 from testing.gpu.ahead import Binary, absent, compiled
+from vllm_duck.models.cuda.kernels.attend import attend, num_splits
 from vllm_duck.models.cuda.kernels.gemm import Out, gemm, gemm_heads, gemm_splits
+from vllm_duck.models.cuda.kernels.index import Context, index_scores, select
 from vllm_duck.models.cuda.kernels.join import join_norm
 from vllm_duck.models.cuda.kernels.packing import PackedWeight
+from vllm_duck.models.cuda.kernels.route import (
+    Choice,
+    Request,
+    router_logits,
+    send_request,
+)
+from vllm_duck.models.cuda.kernels.split import (
+    Caches,
+    KeyNorms,
+    split_down,
+    split_up,
+)
 
 HIDDEN, Q_LORA, LATENT, ROPE, NOPE, VALUE, HEADS = 7168, 1536, 512, 64, 128, 128, 128
-VOCAB, INTERMEDIATE = 129280, 2048
+INDEX_DIM, INDEX_HEADS, TOPK, CONTEXT, PAGE = 128, 64, 2048, 131072, 64
+EXPERTS, EXPERTS_PER_TOKEN = 256, 8
+VOCAB, INTERMEDIATE, SLOTS = 129280, 2048, 4096
 ROWS = 2
 
 floats = partial(absent, dtype=torch.float32)
+ints = partial(absent, dtype=torch.int32)
+longs = partial(absent, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class Case:
     call: Callable[[], None]
-    # Loads of 16 bytes that there must be.
-    wide_loads: int
+    # Loads of 16 bytes that there must be, in each of its kernels.
+    wide_loads: int | tuple[int, ...]
     stack_bytes: int = 0
     # Instructions for each weight in the loop over K; None: no GEMM.
     per_weight: float | None = None
+
+    def least_wide_loads(self) -> tuple[int, ...]:
+        least = self.wide_loads
+        return least if isinstance(least, tuple) else (least,)
 
 
 def coded(n: int, k: int, *, heads: int = 1, group: int = 128) -> PackedWeight:
@@ -53,6 +75,85 @@ def _join() -> None:
     join_norm(rows, wide, wide, floats(HIDDEN), rows, rows, eps=1e-6)
 
 
+def caches() -> Caches:
+    latent = absent(SLOTS, 656, dtype=torch.uint8)
+    return Caches(latent, absent(SLOTS, 132, dtype=torch.uint8))
+
+
+def _split_down() -> None:
+    norms = KeyNorms(
+        floats(Q_LORA),
+        floats(LATENT),
+        floats(INDEX_DIM),
+        floats(INDEX_DIM),
+        eps=1e-6,
+        index_eps=1e-6,
+    )
+    split_down(
+        floats(4, ROWS, _DOWN),
+        floats(8, ROWS, INDEX_HEADS),
+        longs(ROWS),
+        floats(ROWS, ROPE),
+        norms,
+        caches(),
+        absent(ROWS, Q_LORA),
+        floats(ROWS, INDEX_HEADS),
+        index_scale=0.01,
+    )
+
+
+def _split_up() -> None:
+    split_up(
+        floats(ROWS, _UP),
+        floats(ROWS, ROPE),
+        absent(ROWS, HEADS, NOPE),
+        absent(ROWS, HEADS, LATENT + ROPE),
+        absent(ROWS, INDEX_HEADS, INDEX_DIM),
+    )
+
+
+def _context() -> Context:
+    return Context(ints(ROWS), ints(ROWS), ints(1, CONTEXT // PAGE), PAGE)
+
+
+def _index_scores() -> None:
+    index_scores(
+        absent(ROWS, INDEX_HEADS, INDEX_DIM),
+        floats(ROWS, INDEX_HEADS),
+        caches().index,
+        _context(),
+        floats(ROWS, CONTEXT),
+        topk=TOPK,
+    )
+
+
+def _attend() -> None:
+    splits = num_splits(TOPK)
+    attend(
+        absent(ROWS, HEADS, LATENT + ROPE),
+        caches().latent,
+        ints(ROWS, TOPK),
+        ints(ROWS),
+        floats(ROWS, splits, HEADS, LATENT),
+        floats(ROWS, splits, HEADS, 2),
+        absent(ROWS, HEADS, LATENT),
+        scale=0.1,
+    )
+
+
+def _send_request() -> None:
+    request = Request(
+        hidden=absent(ROWS, HIDDEN),
+        ids=ints(ROWS, EXPERTS_PER_TOKEN),
+        weights=floats(ROWS, EXPERTS_PER_TOKEN),
+        flag=longs(1),
+        sequence=longs(1),
+        arrivals=ints(1),
+    )
+    logits, bias = floats(8, ROWS, EXPERTS), floats(EXPERTS)
+    send_request(_X, logits, bias, Choice(8, 4, True, 2.5), request)
+
+
 def _key_up() -> None:
     query, nope = absent(ROWS, HEADS, LATENT + ROPE), absent(ROWS, HEADS, NOPE)
     gemm_heads(nope, coded(LATENT, NOPE, heads=HEADS), query[..., :LATENT], Out.BF16)
@@ -64,7 +165,8 @@ def _value_up() -> None:
 
 
 _X = absent(ROWS, HIDDEN)
-_DOWN, _UP = Q_LORA + LATENT + ROPE + 128, HEADS * (NOPE + ROPE) + 64 * 128
+_DOWN = Q_LORA + LATENT + ROPE + INDEX_DIM
+_UP = HEADS * (NOPE + ROPE) + INDEX_HEADS * INDEX_DIM
 CASES = {
     "join": Case(_join, wide_loads=12),
     "down": Case(
@@ -75,6 +177,8 @@ CASES = {
     "head_weights": Case(
         lambda: gemm_splits(_X, plain(64, HIDDEN), floats(8, ROWS, 64)), wide_loads=8
     ),
+    "split down": Case(_split_down, wide_loads=4),
+    "split up": Case(_split_up, wide_loads=0),
     "up": Case(
         lambda: gemm(
             absent(ROWS, Q_LORA), coded(_UP, Q_LORA), floats(ROWS, _UP), Out.WIDE
@@ -84,6 +188,17 @@ CASES = {
     ),
     "key_up": Case(_key_up, wide_loads=4),
     "value_up": Case(_value_up, wide_loads=4, per_weight=6.5),
+    "index scores": Case(_index_scores, wide_loads=4),
+    "select": Case(
+        lambda: select(floats(ROWS, CONTEXT), _context(), ints(ROWS, TOPK), ints(ROWS)),
+        wide_loads=0,
+    ),
+    "attend": Case(_attend, wide_loads=(8, 1), stack_bytes=64),
+    "router logits": Case(
+        lambda: router_logits(_X, floats(EXPERTS, HIDDEN), floats(8, ROWS, EXPERTS)),
+        wide_loads=8,
+    ),
+    "request": Case(_send_request, wide_loads=2),
     "out": Case(_residual(ROWS), wide_loads=8, per_weight=6.5),
     "out of 32 rows": Case(_residual(32), wide_loads=8, per_weight=8),
     "gate and up": Case(

@@ -73,6 +73,24 @@ def operand(x):
 
 
 @triton.jit
+def rounded_operand(x):
+    """fp32 -> the nearest bf16 number as `dot` takes it, which a GPU converts to."""
+    if IS_NATIVE:
+        return x.to(tl.bfloat16)
+    else:
+        return round_bf16(x)
+
+
+@triton.jit
+def operand_value(x):
+    """The inverse of `operand`."""
+    if IS_NATIVE:
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
 def bits_operand(bits):
     """The bits of a bf16 number, uint16 -> what `dot` takes."""
     if IS_NATIVE:

@@ -39,10 +39,11 @@ def gemm_tile(num_rows: int, num_columns: int) -> Tile:
     return _GEMM_WIDE
 
 
-ELEMENTS = Tile(block=1024, num_warps=4)
+SPLIT = Tile(block=0, num_warps=4)
 NORM = Tile(block=0, num_warps=8)
-ROUTER_LOGITS = Tile(block=16, num_warps=4, num_stages=3)
+ROUTER_LOGITS = Tile(block=16, num_warps=1, num_stages=4)
 INDEX_SCORES = Tile(block=64, num_warps=4)
 SELECT = Tile(block=2048, num_warps=8)
 ATTEND = Tile(block=32, num_warps=8)
 MERGE = Tile(block=0, num_warps=4)
+ROUTE = Tile(block=2048, num_warps=4)
