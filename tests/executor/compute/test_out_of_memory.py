@@ -22,10 +22,14 @@ def answers_of(num_rows, least_bytes, count, library):
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 def test_a_large_allocation_that_fails_is_a_status(failing_memory, num_rows):
-    """Those of the request, the reply, and the kernel's buffers."""
+    """Those of the request, the reply, and the kernel's buffers.
+
+    One may be the connection's own, which is then lost.
+    """
     answers = answers_of(num_rows, 32 * num_rows, ALL, failing_memory)
-    assert len(answers) >= 4
-    assert all("the duck has no memory for " in answer for answer in answers), answers
+    told = ["the duck has no memory for " in answer for answer in answers]
+    assert sum(told) >= 4, answers
+    assert told.count(False) <= 1, answers
 
 
 @pytest.mark.parametrize("count", [1, ALL], ids=["one", "all"])
