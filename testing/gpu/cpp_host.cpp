@@ -38,7 +38,7 @@ void split_down(const int* sizes, const float* down, const float* rotation,
 // logits [experts] -> ids and weights [topk].
 void choose(const int* sizes, float factor, const float* bias, const float* logits,
             int32_t* ids, float* weights) {
-  duck::host::RouterShape shape = {0,        sizes[0], sizes[1],      sizes[2],
+  duck::host::RouterShape shape = {0,        sizes[0], sizes[1], sizes[2],
                                    sizes[3], sizes[4], factor};
   float scratch[4096];
   duck::host::choose_experts(shape, bias, logits, scratch, ids, weights);
