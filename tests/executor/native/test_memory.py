@@ -27,7 +27,7 @@ def run(command, **environ):
 
 def test_which_blocks_are_kept(tmp_path):
     checks = Path(__file__).with_name("block_checks.cpp")
-    run_checks(checks, tmp_path, CSRC / "base" / "block.cpp")
+    assert run_checks(checks, tmp_path, CSRC / "base" / "block.cpp") == "ok"
 
 
 @needs_native

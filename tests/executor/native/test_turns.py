@@ -25,7 +25,8 @@ pytestmark = needs_native
 
 
 def test_hosts_take_turns_by_rows(tmp_path):
-    run_checks(Path(__file__).with_name("turns_checks.cpp"), tmp_path)
+    checks = Path(__file__).with_name("turns_checks.cpp")
+    assert run_checks(checks, tmp_path) == "ok"
 
 
 @pytest.fixture(scope="module")
