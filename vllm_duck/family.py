@@ -19,6 +19,19 @@ class ReadInt(Protocol):
     ) -> int: ...
 
 
+# What a size has room for in C++, and more layers than any model has.
+_MOST, _MOST_LAYERS = 2**31 - 1, 10_000
+_LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
+
+
+def size_problem(key: str, value: object, least: int) -> str:
+    """What a size in config.json has to be, where the value is not; else nothing."""
+    if type(value) is not int or value < least:
+        return f"an integer >= {least}"
+    most = _MOST_LAYERS if key in _LAYER_COUNTS else _MOST
+    return "" if value <= most else f"<= {most}"
+
+
 @dataclass(frozen=True)
 class TensorNames:
     """What a checkpoint calls its tensors, but for those within attention and MLP.

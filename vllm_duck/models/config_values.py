@@ -3,11 +3,9 @@
 from typing import Any, NoReturn
 
 from vllm_duck.errors import DuckConfigError
+from vllm_duck.family import size_problem
 
-# What a size has room for in C++, and more layers than any model has.
-_MOST, _MOST_LAYERS = 2**31 - 1, 10_000
 _LARGEST = 1e30
-_LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 
 
 def read_int(
@@ -33,11 +31,10 @@ def read_bool(config: Any, key: str, *, default: bool) -> bool:
 
 
 def require_int(name: str, value: object, *, least: int) -> int:
-    if type(value) is not int or value < least:
-        refuse(name, f"an integer >= {least}", value)
-    most = _MOST_LAYERS if name in _LAYER_COUNTS else _MOST
-    if value > most:
-        refuse(name, f"<= {most}", value)
+    expected = size_problem(name, value, least)
+    if expected:
+        refuse(name, expected, value)
+    assert isinstance(value, int)
     return value
 
 

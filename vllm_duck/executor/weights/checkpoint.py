@@ -12,15 +12,12 @@ from vllm_duck.executor.duck import ModelSummary
 from vllm_duck.executor.weights.fingerprint import fingerprint_of
 from vllm_duck.executor.weights.headers import TensorPlace, read_header
 from vllm_duck.families import family_of
-from vllm_duck.family import ModelFamily
+from vllm_duck.family import ModelFamily, size_problem
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # Marks a directory that is not a checkpoint but one duck's part of one.
 SPLIT_MANIFEST_FILE = "manifest.json"
-
-# What a size has room for in C++, and more layers than any model has.
-_MOST, _MOST_LAYERS = 2**31 - 1, 10_000
 
 
 class Checkpoint:
@@ -79,10 +76,8 @@ class Checkpoint:
     def moe_layer_ids(self) -> tuple[int, ...]:
         """Layers with routed experts by config: of the target, and of the MTP layers
         that the checkpoint holds."""
-        num_layers = self._config_int("num_hidden_layers", most=_MOST_LAYERS)
-        num_mtp = self._config_int(
-            "num_nextn_predict_layers", least=0, most=_MOST_LAYERS, default=0
-        )
+        num_layers = self._config_int("num_hidden_layers")
+        num_mtp = self._config_int("num_nextn_predict_layers", least=0, default=0)
         return tuple(
             layer_idx
             for layer_idx in range(num_layers + num_mtp)
@@ -183,22 +178,18 @@ class Checkpoint:
         return dict.fromkeys(self._header_of(single_path), SINGLE_FILE)
 
     def _config_int(
-        self,
-        key: str,
-        *,
-        least: int = 1,
-        most: int = _MOST,
-        default: int | None = None,
+        self, key: str, *, least: int = 1, default: int | None = None
     ) -> int:
         value = self.config.get(key)
         if value is None:
             value = default
-        if type(value) is not int or not least <= value <= most:
-            bounds = f">= {least}" if most == _MOST else f"in [{least}, {most}]"
+        expected = size_problem(key, value, least)
+        if expected:
             raise DuckCheckpointError(
-                f"{self.model_dir / 'config.json'} must have an integer {key} "
-                f"{bounds}, got {value!r}; is it a {self.family.name} model?"
+                f"{self.model_dir / 'config.json'}: {key} must be {expected}, got "
+                f"{value!r}; is it a {self.family.name} model?"
             )
+        assert isinstance(value, int)
         return value
 
 
