@@ -71,7 +71,7 @@ def _add_machines(group: "argparse._ArgumentGroup") -> None:
         type=options.positive_int,
         default=4,
         metavar="N",
-        help=f"cores of a duck, {DUCK_CORE_GFLOPS:g} GFLOP/s each (default: 4)",
+        help=f"cores of a duck of {DUCK_CORE_GFLOPS:g} GFLOP/s (default: %(default)s)",
     )
     number("--duck-gflops", "GFLOP/s of a duck, in place of --duck-cores")
     number("--link-gbps", "Gb/s of a duck's link", 2.5)
@@ -80,7 +80,7 @@ def _add_machines(group: "argparse._ArgumentGroup") -> None:
         type=_share,
         default=0.85,
         metavar="X",
-        help="chance that a draft is accepted if those before are (default: 0.85)",
+        help="of a draft, if those before are accepted (default: %(default)s)",
     )
     group.add_argument(
         "--drafts",

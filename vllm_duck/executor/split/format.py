@@ -37,8 +37,6 @@ FORMAT = "vllm_duck.split/2"
 _OLD_FORMAT = "vllm_duck.split/1"
 
 _ALIGNMENT = 4096
-# What reading a number or a key of JSON raises that is of another kind.
-_GARBLED = (KeyError, TypeError, ValueError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ class Manifest:
             raise DuckCheckpointError(f"cannot read {path}: {error.strerror}") from None
         except DuckCheckpointError:
             raise
-        except (DuckConfigError, *_GARBLED) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DuckCheckpointError(
                 f"{path} must be the manifest of a split directory, and is damaged: "
                 f"{error}; copy it again"

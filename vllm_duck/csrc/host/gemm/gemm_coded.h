@@ -1,7 +1,7 @@
 // GEMM with a B that has e4m3 parts, in the order of additions of simd/segment_dot.h
 // for any number of rows; groups of bf16 go through the kernels of gemm_vector.h or
-// AMX. Include after the target pragma of the source that uses it; S is one of the
-// simd/.
+// AMX. Include after the target pragma of the source that uses it; S is a class
+// of simd/.
 #pragma once
 
 #include "host/gemm/gemm.h"
