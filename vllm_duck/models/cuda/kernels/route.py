@@ -23,6 +23,7 @@ from vllm_duck.models.cuda.kernels.formats import (
     rounded_operand,
 )
 from vllm_duck.models.cuda.kernels.launch import require, start
+from vllm_duck.models.cuda.kernels.rows import load_sum
 from vllm_duck.models.cuda.kernels.tiles import (
     ROUTE,
     ROUTER_LOGITS,
@@ -116,10 +117,7 @@ def _choose_row(
     group, place = tl.arange(0, GROUP_BLOCK), tl.arange(0, SIZE_BLOCK)
     expert = group[:, None] * SIZE + place[None, :]
     is_expert = (group < GROUPS)[:, None] & (place < SIZE)[None, :]
-    logit = tl.load(logits + expert, mask=is_expert, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        part = logits + split * stride + expert
-        logit += tl.load(part, mask=is_expert, other=0.0)
+    logit = load_sum(logits, expert, is_expert, stride, SPLITS)
     scores = tl.div_rn(1.0, 1.0 + exp_clamped(-logit))
     biased = scores + tl.load(bias + expert, mask=is_expert, other=0.0)
     biased = tl.where(is_expert, biased, never)
