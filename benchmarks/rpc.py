@@ -25,9 +25,8 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks.common import Result, main
-from benchmarks.peers import raw_tcp, raw_tls
-from benchmarks.peers.raw_tcp import RawTcp
-from benchmarks.peers.raw_tls import RawTls
+from benchmarks.peers import raw_tcp
+from benchmarks.peers.raw_tcp import RawFanOut
 from testing.ducks.certificates import Authority, Certificate, have_openssl
 from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.fleet import Fleet
@@ -284,11 +283,8 @@ class _Server:
                     )
                 ]
             )
-            raw: RawTcp | RawTls
-            if self._kind == "raw":
-                raw = RawTcp(["127.0.0.1"] * num_ducks, self._port)
-            else:
-                raw = RawTls(num_ducks, self._port)
+            library = raw_tcp.load_tcp() if self._kind == "raw" else raw_tcp.load_tls()
+            raw = RawFanOut(library, ["127.0.0.1"] * num_ducks, self._port)
             yield lambda: raw.call(data, request.hidden.shape)
             raw.close()
             return
@@ -342,11 +338,11 @@ def _serve(kind: str, files: str, cpus: set[int]) -> None:
     set_thread_cpus(cpus)
     certificate = Certificate(*files.split(",")) if files else None
     if kind == "raw":
-        raw_tcp.load().raw_serve(b"127.0.0.1")
+        raw_tcp.load_tcp().raw_serve(b"127.0.0.1")
     if kind == "raw_tls":
         assert certificate is not None
         pair = (certificate.cert.encode(), certificate.key.encode())
-        raw_tls.load().tls_serve(*pair)
+        raw_tcp.load_tls().raw_serve(*pair)
     from testing.ducks.wire_peers import serving
 
     security = certificate.server() if certificate and kind == "native_tls" else None

@@ -33,7 +33,7 @@ from benchmarks.fleet.ducks import (
     paced_ducks,
 )
 from benchmarks.fleet.host import Host, SocketWork, one_row
-from benchmarks.peers.raw_tcp import RawTcp, raw_server
+from benchmarks.peers.raw_tcp import RawFanOut, load_tcp, raw_server
 from testing.network.far_host import RATE_MBIT, far_host
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.system.cpus import set_thread_cpus, thread_cpus
@@ -90,7 +90,7 @@ def _fleets(library: Path, quick: bool) -> Iterator[Result]:
             fleet = stack.enter_context(
                 Fleet.connect(ducks.endpoints, transport="native")
             )
-            raw = RawTcp(far.addresses, raw_port)
+            raw = RawFanOut(load_tcp(), far.addresses, raw_port)
             stack.callback(raw.close)
             host = Host(fleet)
             yield from _alone(host, ducks, raw, num_ducks, 20 * num_steps)
@@ -100,7 +100,7 @@ def _fleets(library: Path, quick: bool) -> Iterator[Result]:
 
 
 def _alone(
-    host: Host, ducks: PacedDucks, raw: RawTcp, num_ducks: int, num_calls: int
+    host: Host, ducks: PacedDucks, raw: RawFanOut, num_ducks: int, num_calls: int
 ) -> Iterator[Result]:
     """One lane's row at a time, ours and raw TCP by turns."""
     ducks.set_pace(Pace(0.0))

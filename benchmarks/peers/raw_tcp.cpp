@@ -1,12 +1,7 @@
 // The yardstick of benchmarks/rpc.py: the same fan-out over bare TCP frames, with
 // epoll, without HTTP/2, protobuf or checksums. Built by raw_tcp.py.
-//
-// A request is two uint32, its size and the size of the reply, and its bytes; the reply
-// is the first bytes of the request.
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -14,20 +9,11 @@
 
 #include <cerrno>
 #include <cstdint>
-#include <cstdio>
-#include <cstring>
 #include <vector>
 
+#include "raw_frames.h"
+
 namespace {
-
-struct Header {
-  uint32_t size, reply_size;
-};
-
-void set_up(int socket) {
-  int one = 1;
-  setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-}
 
 // Bytes that may not fit into the socket at once.
 struct Outgoing {
@@ -102,23 +88,6 @@ struct Client {
   std::vector<Incoming> replies;
 };
 
-float widened(uint16_t bits) {
-  uint32_t wide = uint32_t(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
-__attribute__((target_clones("avx512f", "avx2", "default"))) void set(
-    const uint16_t* from, size_t count, float* out) {
-  for (size_t i = 0; i < count; ++i) out[i] = widened(from[i]);
-}
-
-__attribute__((target_clones("avx512f", "avx2", "default"))) void add(
-    const uint16_t* from, size_t count, float* out) {
-  for (size_t i = 0; i < count; ++i) out[i] += widened(from[i]);
-}
-
 }  // namespace
 
 extern "C" {
@@ -127,15 +96,9 @@ extern "C" {
 void* raw_connect(int num_ducks, const char* const* addresses, int port) {
   auto* client = new Client{epoll_create1(0), {}, {}};
   client->replies.resize(size_t(num_ducks));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(uint16_t(port));
   for (int i = 0; i < num_ducks; ++i) {
-    address.sin_addr.s_addr = inet_addr(addresses[i]);
-    int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-    if (connect(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) < 0)
-      return nullptr;
-    set_up(socket);
+    int socket = connect_to(inet_addr(addresses[i]), port);
+    if (socket < 0) return nullptr;
     fcntl(socket, F_SETFL, O_NONBLOCK);
     client->sockets.push_back(socket);
     watch(client->epoll, EPOLL_CTL_ADD, socket, EPOLLIN, uint32_t(i));
@@ -195,16 +158,7 @@ void raw_close(void* handle) {
 
 // Serves for ever; prints its port.
 void raw_serve(const char* listen_address) {
-  int listener = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = inet_addr(listen_address);
-  bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof address);
-  listen(listener, 128);
-  socklen_t length = sizeof address;
-  getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length);
-  std::printf("%d\n", ntohs(address.sin_port));
-  std::fflush(stdout);
+  int listener = open_listener(inet_addr(listen_address));
   struct Peer {
     int socket;
     Incoming in;

@@ -18,11 +18,12 @@ from testing import compiled
 from vllm_duck.executor.system.cpus import set_thread_cpus, thread_cpus
 
 
-class RawTcp:
-    """A connection to each address of a server process; one request at a time."""
+class RawFanOut:
+    """Connections to each address of a server; one request at a time."""
 
-    def __init__(self, addresses: Sequence[str], port: int) -> None:
-        self._library = load()
+    def __init__(self, library: Any, addresses: Sequence[str], port: int) -> None:
+        """library: what `load` gives."""
+        self._library = library
         texts = (ctypes.c_char_p * len(addresses))(*map(str.encode, addresses))
         self._handle = self._library.raw_connect(len(addresses), texts, port)
         assert self._handle
@@ -47,16 +48,15 @@ class RawTcp:
 
 
 @cache
-def load() -> Any:
-    """The yardstick, compiled as the extensions are."""
-    loaded = compiled.load(Path(__file__).with_suffix(".cpp"))
+def load(name: str, *flags: str) -> Any:
+    """A yardstick of this folder, compiled as the extensions are."""
+    loaded = compiled.load(Path(__file__).with_name(f"{name}.cpp"), *flags)
     loaded.raw_connect.restype = ctypes.c_void_p
     loaded.raw_connect.argtypes = [
         ctypes.c_int,
         ctypes.POINTER(ctypes.c_char_p),
         ctypes.c_int,
     ]
-    loaded.raw_serve.argtypes = [ctypes.c_char_p]
     loaded.raw_call.argtypes = [
         ctypes.c_void_p,
         ctypes.c_void_p,
@@ -66,6 +66,16 @@ def load() -> Any:
     ]
     loaded.raw_close.argtypes = [ctypes.c_void_p]
     return loaded
+
+
+def load_tcp() -> Any:
+    """raw_serve takes the address to listen on."""
+    return load("raw_tcp")
+
+
+def load_tls() -> Any:
+    """Needs OpenSSL's headers; raw_serve takes a certificate and its key, as files."""
+    return load("raw_tls", "-lssl", "-lcrypto")
 
 
 @contextmanager
@@ -86,7 +96,7 @@ def main() -> None:
     argparse.ArgumentParser(description="Serve on all addresses.").parse_args()
     end_with_parent()
     set_thread_cpus(sorted(thread_cpus())[-1:])
-    load().raw_serve(b"0.0.0.0")
+    load_tcp().raw_serve(b"0.0.0.0")
 
 
 if __name__ == "__main__":

@@ -1,29 +1,19 @@
 // The yardstick of TLS in benchmarks/rpc.py: the frames of raw_tcp.cpp over OpenSSL's
 // own sockets, blocking, one SSL_write and as many SSL_read as it takes. Built by
-// raw_tls.py.
+// raw_tcp.py.
 #include <arpa/inet.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <openssl/ssl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <thread>
 #include <vector>
 
+#include "raw_frames.h"
+
 namespace {
-
-struct Header {
-  uint32_t size, reply_size;
-};
-
-void set_up(int socket) {
-  int one = 1;
-  setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-}
 
 SSL_CTX* make_context(const SSL_METHOD* method) {
   SSL_CTX* context = SSL_CTX_new(method);
@@ -34,7 +24,6 @@ SSL_CTX* make_context(const SSL_METHOD* method) {
 }
 
 SSL* over(SSL_CTX* context, int socket) {
-  set_up(socket);
   SSL* ssl = SSL_new(context);
   SSL_set_fd(ssl, socket);
   return ssl;
@@ -66,18 +55,6 @@ void serve_one(SSL* ssl) {
   SSL_free(ssl);
 }
 
-float widened(uint16_t bits) {
-  uint32_t wide = uint32_t(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
-__attribute__((target_clones("avx512f", "avx2", "default"))) void add(
-    const uint16_t* from, size_t count, float* out) {
-  for (size_t i = 0; i < count; ++i) out[i] += widened(from[i]);
-}
-
 struct Client {
   SSL_CTX* context;
   std::vector<SSL*> connections;
@@ -88,16 +65,11 @@ struct Client {
 
 extern "C" {
 
-void* tls_connect(int num_ducks, int port) {
+void* raw_connect(int num_ducks, const char* const* addresses, int port) {
   auto* client = new Client{make_context(TLS_client_method()), {}, {}, {}};
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(uint16_t(port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   for (int i = 0; i < num_ducks; ++i) {
-    int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-    if (connect(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) < 0)
-      return nullptr;
+    int socket = connect_to(inet_addr(addresses[i]), port);
+    if (socket < 0) return nullptr;
     SSL* ssl = over(client->context, socket);
     if (SSL_connect(ssl) != 1) return nullptr;
     client->connections.push_back(ssl);
@@ -106,7 +78,7 @@ void* tls_connect(int num_ducks, int port) {
 }
 
 // Sends `size` bytes to all, waits for all replies and adds them up, in order.
-int tls_call(void* handle, const uint8_t* data, uint32_t size, uint32_t reply_size,
+int raw_call(void* handle, const uint8_t* data, uint32_t size, uint32_t reply_size,
              float* out) {
   auto* client = static_cast<Client*>(handle);
   Header header{size, reply_size};
@@ -116,15 +88,15 @@ int tls_call(void* handle, const uint8_t* data, uint32_t size, uint32_t reply_si
   for (SSL* ssl : client->connections)
     if (!write_all(ssl, client->request.data(), client->request.size())) return -1;
   client->reply.resize(reply_size);
-  std::memset(out, 0, size_t(reply_size) * 2);
   for (SSL* ssl : client->connections) {
     if (!read_all(ssl, client->reply.data(), reply_size)) return -1;
-    add(reinterpret_cast<const uint16_t*>(client->reply.data()), reply_size / 2, out);
+    auto* partial = reinterpret_cast<const uint16_t*>(client->reply.data());
+    (ssl == client->connections[0] ? set : add)(partial, reply_size / 2, out);
   }
   return 0;
 }
 
-void tls_close(void* handle) {
+void raw_close(void* handle) {
   auto* client = static_cast<Client*>(handle);
   for (SSL* ssl : client->connections) {
     close(SSL_get_fd(ssl));
@@ -135,22 +107,16 @@ void tls_close(void* handle) {
 }
 
 // Serves for ever, each connection with a thread; prints its port.
-void tls_serve(const char* certificate, const char* key) {
+void raw_serve(const char* certificate, const char* key) {
   SSL_CTX* context = make_context(TLS_server_method());
   if (SSL_CTX_use_certificate_chain_file(context, certificate) != 1 ||
       SSL_CTX_use_PrivateKey_file(context, key, SSL_FILETYPE_PEM) != 1)
     return;
-  int listener = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof address);
-  listen(listener, 128);
-  socklen_t length = sizeof address;
-  getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length);
-  std::printf("%d\n", ntohs(address.sin_port));
-  std::fflush(stdout);
-  for (;;)
-    std::thread(serve_one, over(context, accept(listener, nullptr, nullptr))).detach();
+  int listener = open_listener(htonl(INADDR_LOOPBACK));
+  for (;;) {
+    int socket = accept(listener, nullptr, nullptr);
+    set_up(socket);
+    std::thread(serve_one, over(context, socket)).detach();
+  }
 }
 }
