@@ -8,17 +8,5 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/packages.sh
 
-folder=${1:-build/nghttp2}
-command=$(nghttp2_command)
-
-have() {
-  [ -n "$(find "$folder" -name libnghttp2.so 2>/dev/null)" ] ||
-    "${CXX:-g++}" -fsyntax-only -x c++ - 2>/dev/null <<<'#include <nghttp2/nghttp2.h>'
-}
-
-if have; then
-  echo "nghttp2's headers are there"
-elif ! bring nghttp2 "$folder" "$command" libnghttp2-dev libnghttp2-; then
-  echo "no headers of nghttp2 to be had, so ducks will be called through grpcio, which" \
-    "takes ten times the CPU; to mend it: $command && make -B venv"
-fi
+bring_headers nghttp2 "${1:-build/nghttp2}" nghttp2/nghttp2.h libnghttp2.so \
+  "$(nghttp2_command)" "ducks will be called through grpcio" libnghttp2-dev libnghttp2-

@@ -55,6 +55,22 @@ bring() {
   fi
 }
 
+# bring_headers WHAT FOLDER HEADER LIBRARY COMMAND WITHOUT PACKAGE PREFIX: where they are
+# missing; says what came of it, and WITHOUT where they cannot be had. Never fails.
+bring_headers() {
+  have() {
+    [ -n "$(find "$headers_folder" -name "$headers_library" 2>/dev/null)" ] ||
+      "${CXX:-g++}" -fsyntax-only -x c++ - 2>/dev/null <<<"#include <$headers_name>"
+  }
+  headers_folder=$2 headers_name=$3 headers_library=$4
+  if have; then
+    echo "headers of $1 are there"
+  elif ! bring "$1" "$2" "$5" "$7" "$8"; then
+    echo "no headers of $1 to be had, so $6, which takes ten times the CPU;" \
+      "to mend it: $5 && make -B venv"
+  fi
+}
+
 # unpack_deb FOLDER NAME PREFIX: the package, and those of its needs whose names begin
 # with PREFIX, without root; only apt lets an ordinary user fetch packages everywhere.
 unpack_deb() {

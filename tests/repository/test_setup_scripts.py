@@ -174,15 +174,18 @@ def test_without_any_way_grpcio_is_announced_in_a_sentence_and_all_is_well(tmp_p
     assert "sudo apt-get install -y libnghttp2-dev && make -B venv" in done.stdout
 
 
-def test_libnuma_is_unpacked_too_where_it_is_missing(tmp_path):
-    programs = {
+def apt_with(packages, library):
+    """Apt without lists, from which these packages bring this library."""
+    apt_get = APT_WITHOUT_LISTS["apt-get"]
+    return {
         **APT_WITHOUT_LISTS,
-        "python3": "exit 1",
-        "apt-get": APT_WITHOUT_LISTS["apt-get"].replace(
-            "libnghttp2-dev libnghttp2-14", "libnuma1"
-        ),
-        "dpkg": 'mkdir -p "$3/usr/lib" && >"$3/usr/lib/libnuma.so.1"',
+        "apt-get": apt_get.replace("libnghttp2-dev libnghttp2-14", packages),
+        "dpkg": f'mkdir -p "$3/usr/lib" && >"$3/usr/lib/{library}"',
     }
+
+
+def test_libnuma_is_unpacked_too_where_it_is_missing(tmp_path):
+    programs = {**apt_with("libnuma1", "libnuma.so.1"), "python3": "exit 1"}
     done = run_script("get_libnuma.sh", tmp_path, programs)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "clone/build/libnuma/usr/lib/libnuma.so.1").exists()
@@ -190,12 +193,8 @@ def test_libnuma_is_unpacked_too_where_it_is_missing(tmp_path):
 
 def test_openssl_is_unpacked_where_there_is_no_root(tmp_path):
     programs = {
-        **APT_WITHOUT_LISTS,
+        **apt_with("libssl-dev libssl3", "libssl.so"),
         "apt-cache": '[ $# -gt 2 ] && echo "  Depends: libssl3"',
-        "apt-get": APT_WITHOUT_LISTS["apt-get"].replace(
-            "libnghttp2-dev libnghttp2-14", "libssl-dev libssl3"
-        ),
-        "dpkg": 'mkdir -p "$3/usr/lib" && >"$3/usr/lib/libssl.so"',
     }
     done = run_script("get_openssl.sh", tmp_path, programs)
     assert done.returncode == 0, done.stderr
