@@ -1,10 +1,11 @@
 """Engines on the same weights, with and without duck_mtp1, each in this process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tokenizers import Tokenizer
 
@@ -59,6 +60,19 @@ def lanes_are(overlaps: bool, llm) -> Iterator[None]:
         yield
     finally:
         lanes.policy = before
+
+
+@contextmanager
+def recording_loads(names: list[str]) -> Iterator[None]:
+    """Engines that start meanwhile put the tensors that their host loads into it."""
+    from vllm_duck.models.loader import load_views
+
+    def recorded(model_dir: Path, views: Mapping[str, Any]) -> None:
+        names.extend(views)
+        load_views(model_dir, views)
+
+    with patch("vllm_duck.models.loader.load_views", recorded):
+        yield
 
 
 def make_prompts(model_dir: Path, *, thinking: bool = False) -> list[list[int]]:

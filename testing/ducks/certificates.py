@@ -21,6 +21,8 @@ commonName = supplied
 [names]
 subjectAltName = $ENV::NAMES
 """
+# What a duck on loopback is called.
+LOOPBACK = "DNS:localhost,IP:127.0.0.1"
 _EC_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
 
 

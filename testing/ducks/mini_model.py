@@ -14,6 +14,7 @@ from vllm_duck.executor.duck import (
     MoeRequest,
     Shard,
 )
+from vllm_duck.executor.wire import codec
 from vllm_duck.executor.wire.bf16 import bf16_to_f32
 
 HIDDEN_SIZE = 32
@@ -140,6 +141,18 @@ def make_request(
         topk_ids=ids.astype(np.int32),
         topk_weights=rng.random((num_rows, 2)).astype(np.float32),
     )
+
+
+def encode_long_request() -> bytes:
+    """A message of 4 MB: 280 rows of 7168 zeros."""
+    rows, hidden_size = 280, 7168
+    request = MoeRequest(
+        layer_idx=2,
+        hidden=np.zeros((rows, hidden_size), np.uint16),
+        topk_ids=np.zeros((rows, 1), np.int32),
+        topk_weights=np.zeros((rows, 1), np.float32),
+    )
+    return codec.encode_request(request, request_id=1, reply_dtype="bf16")
 
 
 def make_info(shard: Shard = WHOLE, **changes: object) -> DuckInfo:

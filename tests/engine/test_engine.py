@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from testing.answers import (
     lanes_are,
+    recording_loads,
     runner_of,
     scheduler_of,
     start,
@@ -42,12 +43,7 @@ def loaded_names() -> list[str]:
 
 @pytest.fixture(scope="module")
 def llm(engines, tiny_model, loaded_names):
-    def recorded(model_dir, views):
-        loaded_names.extend(views)
-        load_views(model_dir, views)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_duck.models.loader.load_views", recorded)
+    with recording_loads(loaded_names):
         return start(tiny_model, speculates=False)
 
 

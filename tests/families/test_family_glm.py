@@ -11,11 +11,18 @@ import torch
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 
-from testing.answers import ask, lanes_are, runner_of, scheduler_of, start, worker_of
+from testing.answers import (
+    ask,
+    lanes_are,
+    recording_loads,
+    runner_of,
+    scheduler_of,
+    start,
+    worker_of,
+)
 from testing.families.glm import KINDS, NUM_LAYERS, TOPK
 from vllm_duck.executor.weights.checkpoint import Checkpoint
 from vllm_duck.models.cpu.step import CpuStep
-from vllm_duck.models.loader import load_views
 
 pytestmark = pytest.mark.vllm
 
@@ -34,12 +41,7 @@ def loaded_names():
 
 @pytest.fixture(scope="module")
 def llm(engines, glm_model, loaded_names):
-    def recorded(model_dir, views):
-        loaded_names.extend(views)
-        load_views(model_dir, views)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_duck.models.loader.load_views", recorded)
+    with recording_loads(loaded_names):
         return start(
             glm_model,
             speculates=True,

@@ -14,11 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from testing.ducks.meddler import Meddler
-from testing.ducks.mini_model import make_request
+from testing.ducks.mini_model import encode_long_request, make_request
 from testing.ducks.wire_peers import calling, needs_native, serving
 from testing.waiting import WAIT_S
 from vllm_duck.errors import DuckConfigError, DuckProtocolError
-from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.grpcio.describer import GrpcDescriber
 from vllm_duck.executor.system.process import resident_bytes
 from vllm_duck.executor.wire import codec, duck_pb2, duck_pb2_grpc
@@ -267,14 +266,7 @@ def test_raw_garbage_on_the_port_does_not_disturb_the_duck(server, channel):
 
 
 def test_a_host_that_reads_no_replies_holds_little_memory_and_nobody_up():
-    rows, hidden_size = 280, 7168  # 4 MB
-    request = MoeRequest(
-        layer_idx=2,
-        hidden=np.zeros((rows, hidden_size), np.uint16),
-        topk_ids=np.zeros((rows, 1), np.int32),
-        topk_weights=np.zeros((rows, 1), np.float32),
-    )
-    message = codec.encode_request(request, request_id=1, reply_dtype="bf16")
+    message = encode_long_request()
     with serving("native", max_message_bytes=8 << 20) as server:
         meddler = Meddler(server.endpoint)
         before = resident_bytes()

@@ -5,15 +5,13 @@ import threading
 from contextlib import ExitStack, closing, contextmanager
 
 import grpc
-import numpy as np
 import pytest
 
 from testing.ducks.meddler import Meddler
-from testing.ducks.mini_model import make_request
+from testing.ducks.mini_model import encode_long_request, make_request
 from testing.ducks.wire_peers import calling, check_echo, needs_native, serving
 from testing.waiting import WAIT_S, wait_until
 from vllm_duck.errors import DuckProtocolError, DuckUnavailable
-from vllm_duck.executor.duck import MoeRequest
 from vllm_duck.executor.grpcio.describer import GrpcDescriber
 from vllm_duck.executor.system.process import resident_bytes
 from vllm_duck.executor.wire import codec
@@ -162,14 +160,7 @@ def test_messages_that_never_end_take_one_address_s_share_of_memory(server):
 
 def test_calls_that_are_given_up_hold_no_requests():
     """Of a host that reads no replies, so that they wait."""
-    rows, hidden_size = 280, 7168  # 4 MB
-    request = MoeRequest(
-        layer_idx=2,
-        hidden=np.zeros((rows, hidden_size), np.uint16),
-        topk_ids=np.zeros((rows, 1), np.int32),
-        topk_weights=np.zeros((rows, 1), np.float32),
-    )
-    message = codec.encode_request(request, request_id=1, reply_dtype="bf16")
+    message = encode_long_request()
     with (
         serving("native", max_message_bytes=8 << 20) as server,
         closing(Meddler(server.endpoint)) as meddler,

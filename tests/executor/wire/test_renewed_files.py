@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from testing.ducks.certificates import Authority, Certificate, have_openssl
+from testing.ducks.certificates import LOOPBACK, Authority, Certificate, have_openssl
 from testing.ducks.mini_model import make_request
 from testing.ducks.wire_peers import (
     NATIVE_TLS,
@@ -23,23 +23,6 @@ pytestmark = pytest.mark.skipif(
     not have_openssl(), reason="the openssl command is not installed"
 )
 
-NAMES = "DNS:localhost,IP:127.0.0.1"
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory):
-    return Authority(tmp_path_factory.mktemp("tls"))
-
-
-@pytest.fixture(scope="module")
-def other_authority(tmp_path_factory):
-    return Authority(tmp_path_factory.mktemp("other"))
-
-
-@pytest.fixture(scope="module")
-def duck(authority):
-    return authority.sign("duck", NAMES)
-
 
 def _shown(endpoint):
     """The certificate that a new connection gets."""
@@ -55,7 +38,7 @@ def _der(certificate):
 @needs_native_tls
 def test_new_connections_get_the_certificate_that_is_there_now(tmp_path, caplog):
     authority = Authority(tmp_path)
-    old = authority.sign("duck", NAMES)
+    old = authority.sign("duck", LOOPBACK)
     old_der = _der(old)
     with (
         serving("native", security=old.server()) as running,
@@ -69,7 +52,7 @@ def test_new_connections_get_the_certificate_that_is_there_now(tmp_path, caplog)
                 and "cannot be used (tls_cert" in caplog.text
             )
         )
-        renewed = authority.sign("duck", NAMES)
+        renewed = authority.sign("duck", LOOPBACK)
         wait_until(lambda: _shown(running.endpoint) == _der(renewed))
         check_echo(kept, make_request())
 
@@ -78,7 +61,7 @@ def test_new_connections_get_the_certificate_that_is_there_now(tmp_path, caplog)
 def test_a_host_reads_its_files_again_when_it_connects(
     tmp_path, duck, other_authority, caplog
 ):
-    other = other_authority.sign("renewed", NAMES)
+    other = other_authority.sign("renewed", LOOPBACK)
     ca = tmp_path / "ca.pem"
     ca.write_bytes(Path(duck.ca).read_bytes())
     security = ClientSecurity.from_files(tls_ca=str(ca))
@@ -113,7 +96,7 @@ def test_a_duck_is_looked_for_with_the_files_that_are_there_now(
     server, tmp_path, authority, other_authority
 ):
     """Else a host that renewed them would not find its lost duck again."""
-    duck = authority.sign("looked", NAMES)
+    duck = authority.sign("looked", LOOPBACK)
     files = {name: tmp_path / name for name in ("cert", "key", "ca")}
 
     def put(certificate):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from testing.ducks.certificates import Authority, have_openssl
+from testing.ducks.certificates import LOOPBACK, have_openssl
 from testing.ducks.meddler import Meddler, flip
 from testing.ducks.mini_model import make_request
 from testing.ducks.wire_peers import (
@@ -36,22 +36,6 @@ pytestmark = pytest.mark.skipif(
 
 ENDS = [NATIVE_TLS, "grpcio"]
 CLIENTS = [*ENDS, "stock"]
-NAMES = "DNS:localhost,IP:127.0.0.1"
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory):
-    return Authority(tmp_path_factory.mktemp("tls"))
-
-
-@pytest.fixture(scope="module")
-def other_authority(tmp_path_factory):
-    return Authority(tmp_path_factory.mktemp("other"))
-
-
-@pytest.fixture(scope="module")
-def duck(authority):
-    return authority.sign("duck", NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +138,7 @@ def test_a_duck_of_another_authority_is_refused(server, duck, other_authority):
 
 @needs_native_tls
 def test_a_certificate_that_has_expired_is_refused(authority):
-    old = authority.sign("old", NAMES, is_expired=True)
+    old = authority.sign("old", LOOPBACK, is_expired=True)
     with serving("native", security=old.server()) as running:
         _refused(running.endpoint, old.client(), "expired.*renew the duck's --tls-cert")
 
@@ -250,7 +234,7 @@ def test_half_a_handshake_keeps_no_host_out(duck, host):
     ],
 )
 def test_files_that_cannot_be_used_are_named(tmp_path, authority, kind, content, match):
-    good = authority.sign("good", NAMES)
+    good = authority.sign("good", LOOPBACK)
     wrong = tmp_path / "wrong.pem"
     other_key = Path(authority.sign("another").key).read_text()
     wrong.write_text(other_key if content is None else content)
@@ -298,7 +282,7 @@ def test_the_first_question_to_a_duck_says_what_would_mend_tls(
     server, duck, authority, other_authority
 ):
     """It goes through grpcio, whatever carries the requests."""
-    old = authority.sign("old", NAMES, is_expired=True)
+    old = authority.sign("old", LOOPBACK, is_expired=True)
     wrong = authority.sign("wrong", "DNS:other")
     no_pem = ClientSecurity(tls_ca=b"no PEM")
     cases = [
