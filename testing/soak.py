@@ -174,10 +174,14 @@ def _growth(uses: list[Use]) -> Use:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m testing.soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="of load (default: 600)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the clients' choices")
     options = parser.parse_args()
     endpoints = [f"127.0.0.1:{port}" for port in free_ports(2)]
     with tempfile.TemporaryDirectory() as folder:

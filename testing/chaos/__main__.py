@@ -29,12 +29,19 @@ MODEL_DIR = Path(__file__).parents[2] / "models" / "tiny-v32"
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m testing.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--seconds", type=float, default=1200.0, help="of rounds (default: 1200)"
     )
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=random.randrange(1 << 31),
+        help="of the faults; without it a new one, which is printed",
+    )
     parser.add_argument(
         "--pull", type=float, default=30.0, help="longest time without a cable"
     )

@@ -1,18 +1,17 @@
 """A duck on a host of its own, where cables are pulled and packets lost."""
 
 import random
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from testing.ducks.process import DuckProcess
 from testing.network.far_host import FarHost, far_host
 from testing.network.lossy_link import LossyLink, Weather, lossy_link
+from testing.vllm_server import free_ports
 
-_PORT = 7100
 LONGEST_RAIN_S = 3.0
 # Such that something of each kind happens to the few packets of a step.
 STORM = Weather(loss=0.05, doubling=0.1, swapping=0.1, delay_s=0.002)
@@ -61,32 +60,27 @@ def far_duck(
 
     Of the links one is a cable of 2.5 Gb/s, the other one loses packets.
     """
-    source = [str(model_dir), f"--shard={shard}"]
+    with ExitStack() as stack:
+        host, link = _own_host(stack), None
+        addresses, listen = ["127.0.0.1"], "127.0.0.1"
+        (port,) = free_ports(1)
+        if host is not None:
+            link = stack.enter_context(lossy_link(host.namespace, rng))
+            addresses, listen = [host.addresses[0], link.address], "0.0.0.0"
+        duck = DuckProcess(
+            [str(model_dir), f"--shard={shard}"],
+            f"{listen}:{port}",
+            rng,
+            [] if host is None else host.inside,
+        )
+        stack.callback(duck.stop)
+        endpoints = tuple(f"{address}:{port}" for address in addresses)
+        yield Far(duck, endpoints, host, link, longest_pull_s, rng)
+
+
+def _own_host(stack: ExitStack) -> FarHost | None:
     try:
-        made = far_host()
-        host = made.__enter__()
+        return stack.enter_context(far_host())
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"no hosts of their own here, so no cables to pull: {error}", flush=True)
-        endpoint = f"127.0.0.1:{_free_port()}"
-        duck = DuckProcess(source, endpoint, rng)
-        try:
-            yield Far(duck, (endpoint,), None, None, longest_pull_s, rng)
-        finally:
-            duck.stop()
-        return
-    try:
-        with lossy_link(host.namespace, rng) as link:
-            duck = DuckProcess(source, f"0.0.0.0:{_PORT}", rng, host.inside)
-            ways = (host.addresses[0], link.address)
-            endpoints = tuple(f"{address}:{_PORT}" for address in ways)
-            try:
-                yield Far(duck, endpoints, host, link, longest_pull_s, rng)
-            finally:
-                duck.stop()
-    finally:
-        made.__exit__(None, None, None)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
+        return None

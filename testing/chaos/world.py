@@ -16,6 +16,7 @@ from testing.chaos.far import far_duck
 from testing.chaos.rogue import RogueHost
 from testing.ducks.meddler import Meddler
 from testing.ducks.mini_model import make_mini_model
+from testing.vllm_server import free_ports
 from testing.waiting import WAIT_S
 from vllm_duck.executor.fleet import Fleet
 from vllm_duck.executor.serve.local import LocalDucks
@@ -217,8 +218,4 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _free_endpoints(count: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return [f"127.0.0.1:{port}" for port in ports]
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]

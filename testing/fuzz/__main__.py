@@ -78,10 +78,23 @@ def _keep(name: str, case: bytes) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m testing.fuzz",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cases", type=int, default=MILLION, metavar="N")
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
+    parser.add_argument(
+        "--cases",
+        type=int,
+        default=MILLION,
+        metavar="N",
+        help="of all targets together (default: a million)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=random.randrange(1 << 31),
+        help="of the damage; without it a new one, which is printed",
+    )
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="targets, which share the cases"
     )
